@@ -407,7 +407,8 @@ class PredictKeywords(TypedDict, total=False):
     batch_rows: int
     """Maximum number of rows per batch. 0 for 64, or 256 for texts on a GPU."""
     part_rows: int
-    """Number of rows per part of the output; a killed run repeats at most one part."""
+    """Number of rows per part of the output; a killed run repeats at most two parts. 0 for 4096 on
+    the CPU and 65,536 on a GPU."""
     part_seconds: float
     """Time after which a part with fewer rows is finished, in seconds."""
     fail_fast: bool
@@ -582,6 +583,9 @@ class GenerationKeywords(TypedDict, total=False):
     (false), or when none can (`never`)."""
     repetition_penalty: float
     """Divides positive logits of tokens that occurred, and multiplies negative ones."""
+    renormalize_logits: bool
+    """Take the log-softmax of the scores after all other changes, which changes the scores of beams
+    whose tokens were banned."""
     no_repeat_ngram_size: int
     """No sequence of this many tokens occurs twice; 0 for no such limit."""
     bad_words_ids: tuple[tuple[int, ...] | list[int], ...] | list[tuple[int, ...] | list[int]]

@@ -306,7 +306,7 @@ def settings_for(*, quick: bool) -> Settings:
         clients=(64, 256, 1, 16),
         load_seconds=3.0,
         sentences=20_000,
-        rows=(50_000, 500_000),
+        rows=(500_000,),
         large_texts=256,
         large_clients=16,
         generated=((1, 1), (8, 1), (32, 1), (1, 4)),

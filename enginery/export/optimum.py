@@ -129,7 +129,11 @@ def _export(
     `main_export` loads tokenizers before and after the trace, and holds them while memory peaks.
     """
     if task == "text-classification" and getattr(model.config, "pad_token_id", None) is None:
-        model.config.pad_token_id = _pad_token_id(source)
+        raise ExportError(
+            f"a text classifier needs a padding token, but neither config.json nor the tokenizer "
+            f"of {source} has one.",
+            do="Set pad_token_id in config.json.",
+        )
     model.config.use_cache = task.endswith("with-past")
     if _has_soft_cap(model.config):
         model.set_attn_implementation("eager")  # the others leave the soft cap out
@@ -389,22 +393,6 @@ def _require_trained(
             do="Name the task that the model was trained for: --task, or --task auto.",
             option="task",
         )
-
-
-def _pad_token_id(source: Path) -> int:
-    """Return the tokenizer's padding id, for a classifier whose config has none.
-
-    Raises:
-        ExportError: the tokenizer has no padding token either.
-    """
-    tokenizer = transformers.AutoTokenizer.from_pretrained(str(source))
-    if tokenizer.pad_token_id is None:
-        raise ExportError(
-            f"a text classifier needs a padding token, but neither config.json nor the tokenizer "
-            f"of {source} has one.",
-            do="Set pad_token_id in config.json.",
-        )
-    return int(tokenizer.pad_token_id)
 
 
 def choose_task(requested: str, settings: ModelConfig) -> str:

@@ -152,7 +152,7 @@ class BatchPredictor(Closeable):
                 self._model = GenerationRunner(
                     generator, options, batch_rows=config.batch_rows or MAX_ROWS
                 )
-                self._providers = generator.runner.providers
+                self._providers, self._device = generator.runner.providers, generator.runner.device
                 self._pool = opened.enter_context(InferencePool(workers))
             else:
                 runner = opened.enter_context(open_graph())
@@ -161,13 +161,18 @@ class BatchPredictor(Closeable):
                 self._model = WindowRunner.open(definition, artifact, runner, self._pool, config)
                 opened.callback(self._model.close)
                 self._pool.call(runner.warm_up)
-                self._providers = runner.providers
+                self._providers, self._device = runner.providers, runner.device
             self._opened = opened.pop_all()
 
     @property
     def workers(self) -> int:
         """Number of batches that run at the same time."""
         return self._pool.workers
+
+    @property
+    def on_gpu(self) -> bool:
+        """True if this process runs batches on a GPU."""
+        return self._device.kind != "cpu"
 
     @property
     def providers(self) -> list[str]:

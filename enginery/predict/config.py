@@ -88,8 +88,9 @@ class PredictConfig:
     and 8192 on a GPU."""
     batch_rows: int = not_in_key(0)
     """Maximum number of rows per batch. 0 for 64, or 256 for texts on a GPU."""
-    part_rows: int = not_in_key(4096)
-    """Number of rows per part of the output; a killed run repeats at most one part."""
+    part_rows: int = not_in_key(0)
+    """Number of rows per part of the output; a killed run repeats at most two parts. 0 for 4096 on
+    the CPU and 65,536 on a GPU."""
     part_seconds: float = not_in_key(30.0)
     """Time after which a part with fewer rows is finished, in seconds."""
     fail_fast: bool = not_in_key(False)
@@ -113,7 +114,7 @@ class PredictConfig:
             "window": 1,
             "batch_tokens": 0,
             "batch_rows": 0,
-            "part_rows": 1,
+            "part_rows": 0,
             "ray_actors": 0,
             "ray_gpus": 0,
         }

@@ -19,9 +19,11 @@ import hashlib
 import json
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,7 @@ from enginery.predict.batch_predictor import PredictedBatch
 from enginery.predict.columns import OutputColumns
 from enginery.predict.config import PredictConfig
 from enginery.predict.report import Counts, PredictReport, sidecar
-from enginery.predict.writer import ASSEMBLED, Assembly, OutputFormat, PartWriter, file_sha256
+from enginery.predict.writer import ASSEMBLED, Assembly, PartWriter, file_sha256
 
 _JOURNAL = "journal.jsonl"
 _PART = "part-"
@@ -111,6 +113,17 @@ def _clear(output: Path) -> int:
     return freed
 
 
+@dataclass(frozen=True)
+class _WrittenPart:
+    """A part with all of its rows, which is not synced to the disk yet."""
+
+    number: int
+    writer: PartWriter
+    counts: Counts
+    first_bad: str
+    """The first bad row and its problem; empty if there is none."""
+
+
 class Journal:
     """The finished parts of an output."""
 
@@ -139,7 +152,7 @@ class Journal:
         """
         directory = parts_directory(output)
         _check_untracked_files(directory)
-        head = {"key": fingerprint.key, "schema": schema}
+        head = {"key": fingerprint.key, "schema": schema, "parts": "arrow"}
         try:
             resumed = _read(directory, head)
             if resumed is not None:
@@ -173,6 +186,9 @@ class Journal:
     ) -> None:
         """Write the remaining rows, part by part.
 
+        While a part is synced to the disk, which may take as long as its rows took a GPU, a thread
+        of its own does that and the next part is written.
+
         Args:
             windows: predicted windows, starting after the rows of the finished parts.
             columns: columns of the windows.
@@ -185,7 +201,11 @@ class Journal:
                 row is bad. Finished parts stay.
         """
         steps, share_done, last_message_at = 0, 0.0, time.monotonic()
-        with progress.task("predicting", total=100) as advance:
+        finishing: deque[Future[Path]] = deque()
+        with (
+            progress.task("predicting", total=100) as advance,
+            ThreadPoolExecutor(1, "enginery-finish-part") as finisher,
+        ):
 
             def show(share: float) -> None:
                 nonlocal steps, share_done
@@ -194,13 +214,19 @@ class Journal:
                     advance()
                     steps += 1
 
-            while self._write_part(windows, columns, config, assembly.kind, show):
-                assembly.add(self.directory / _name(len(self.parts) - 1))
+            number = len(self.parts)
+            while (part := self._write_part(number, windows, columns, config, show)) is not None:
+                finishing.append(finisher.submit(self._finish_part, part))
+                number += 1
+                while len(finishing) > 1:
+                    assembly.add(finishing.popleft().result())
                 if time.monotonic() - last_message_at > _LOG_INTERVAL_SECONDS:
                     last_message_at = time.monotonic()
                     progress.say(
                         f"predict: {self.counts.rows:,} rows, {share_done:.0%} of the input"
                     )
+            for future in finishing:
+                assembly.add(future.result())
         if not self.parts:
             raise InputError("the input has no rows.")
         self._append({"whole": True})
@@ -217,17 +243,17 @@ class Journal:
 
     def _write_part(
         self,
+        number: int,
         windows: Iterator[PredictedBatch],
         columns: OutputColumns,
         config: PredictConfig,
-        kind: OutputFormat,
         show: Callable[[float], None],
-    ) -> bool:
-        """Write the next part; return False if there were no rows left."""
+    ) -> _WrittenPart | None:
+        """Write the rows of the next part; return None if there were no rows left."""
         counts, first_bad = Counts(), ""
         until = time.monotonic() + config.part_seconds
-        path = self.directory / _name(len(self.parts))
-        with PartWriter(path, kind, columns.schema) as part:
+        with ExitStack() as stack:
+            writer = stack.enter_context(PartWriter(self.directory / _name(number), columns.schema))
             for window in windows:
                 if window.first_bad:
                     row, problem = window.first_bad
@@ -236,19 +262,32 @@ class Journal:
                         raise InputError(
                             f"{first_bad}.", do="Leave out --fail-fast to skip bad rows."
                         )
-                part.write(window.batch)
+                writer.write(window.batch)
                 counts += window.counts
                 show(window.done)
                 if counts.rows >= config.part_rows or time.monotonic() > until:
                     break
-        if not counts.rows:
-            return False
+            if counts.rows:
+                stack.pop_all()  # `_finish_part` closes it
+                return _WrittenPart(number, writer, counts, first_bad)
+        return None
+
+    def _finish_part(self, part: _WrittenPart) -> Path:
+        """Sync a part to the disk, and add it to the journal; return its path.
+
+        Raises:
+            OSError: it cannot be written, or the part before it could not.
+        """
+        part.writer.close()
+        if part.number != len(self.parts):  # the journal has no gaps
+            raise OSError(f"part {part.number} follows one that could not be written")
         sync_directory(self.directory)
-        entry = {"part": len(self.parts), "sha256": file_sha256(path), "first_bad": first_bad}
-        self._append({**entry, "counts": asdict(counts)})
-        self.parts.append(counts)
-        self.first_bad = self.first_bad or first_bad
-        return True
+        path = self.directory / _name(part.number)
+        entry = {"part": part.number, "sha256": file_sha256(path), "first_bad": part.first_bad}
+        self._append({**entry, "counts": asdict(part.counts)})
+        self.parts.append(part.counts)
+        self.first_bad = self.first_bad or part.first_bad
+        return path
 
     def _append(self, line: dict[str, Any]) -> None:
         with (self.directory / _JOURNAL).open("ab") as stream:

@@ -68,6 +68,9 @@ from enginery.runtime.tasks.task import PLURALS
 STAGE = "predict"
 STAGE_VERSION = "3"
 STDIN = "-"
+PART_ROWS, GPU_PART_ROWS = 4096, 65_536
+"""Default number of rows of a part: each is synced to the disk, which takes as long as 4096 rows
+take a GPU."""
 
 
 def fingerprint(
@@ -163,15 +166,27 @@ def run(
                 if resumed:
                     progress.say(f"predict: resuming after {resumed:,} rows from an earlier run")
                 assembly = joining.enter_context(
-                    Assembly(journal.directory, kind, output_columns.schema)
+                    Assembly(
+                        journal.directory,
+                        kind,
+                        output_columns.schema,
+                        own_process=predictor.on_gpu,
+                    )
                 )
                 for part in journal.paths():
                     assembly.add(part)
                 if not journal.has_all_rows:
                     # Closed here, not by the garbage collector: the generator holds the workers.
                     with closing(predictor.stream(reader, output_columns, skip=resumed)) as windows:
+                        part_rows = config.part_rows or (
+                            GPU_PART_ROWS if predictor.on_gpu else PART_ROWS
+                        )
                         journal.write_parts(
-                            windows, output_columns, config, assembly, progress=progress
+                            windows,
+                            output_columns,
+                            replace(config, part_rows=part_rows),
+                            assembly,
+                            progress=progress,
                         )
                 first_run = predictor.first_run or started
                 providers, notes = tuple(predictor.providers), predictor.notes

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, fields, replace
@@ -194,18 +194,15 @@ class WindowRunner:
         (window,) = stream.run(stream.prepare([Window(inputs, None)]))
         return self.finish(window, stats)
 
-    def run_windows(self, windows: Iterable[Window[Origin]]) -> Generator[Window[Origin]]:
+    def run_windows(self, windows: Generator[Window[Origin]]) -> Generator[Window[Origin]]:
         """Run windows of texts: the next ones are read and tokenized in a thread of their own.
 
         Yields each window with its outputs, for `finish`, in order. If its inputs cannot be
         predicted together, it has an `error`.
         """
         stream = self._stream()
-        prepared = read_ahead(
-            stream.prepare(windows),
-            ahead=max(PREPARED_BATCHES, 2 * self.pool.workers),
-            name="enginery-prepare",
-        )
+        ahead = max(PREPARED_BATCHES, 2 * self.pool.workers)
+        prepared = stream.prepare_ahead(windows, ahead=ahead)
         is_stopped = threading.Event()
         collected = read_ahead(
             stream.run(_until(is_stopped, prepared)),

@@ -2,7 +2,7 @@ r"""Write record batches to parts, and assemble parts to one Parquet, CSV or JSO
 
 >>> import pyarrow as pa
 >>> batch = pa.record_batch({"text": ["It works."], "score": [0.5]})
->>> with PartWriter(tmp_path / "part", "jsonl", batch.schema) as part:
+>>> with PartWriter(tmp_path / "part", batch.schema) as part:
 ...     part.write(batch)
 >>> with Assembly(tmp_path, "jsonl", batch.schema) as assembly:
 ...     assembly.add(tmp_path / "part")
@@ -11,22 +11,22 @@ r"""Write record batches to parts, and assemble parts to one Parquet, CSV or JSO
 >>> (tmp_path / "out.jsonl").read_text()
 '{"text": "It works.", "score": 0.5}\n'
 
-A part of a Parquet output is an Arrow IPC stream, which is cheap to write and keeps the types.
-Parts of CSV and JSONL are pieces of the output itself.
+A part is an Arrow IPC stream, which is cheap to write and keeps the types.
 """
 
 from __future__ import annotations
 
+import base64
 import csv
 import hashlib
 import io
 import json
 import math
 import os
-import shutil
 import threading
-from collections.abc import Iterable, Iterator
-from itertools import repeat
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any, Literal
@@ -39,6 +39,7 @@ from enginery.core.datasets.arrow_arrays import numeric_view
 from enginery.core.datasets.batches import RAW_LINE
 from enginery.core.durable import replace_synced
 from enginery.core.errors import InputError
+from enginery.core.subprocess import WorkerProcess
 
 OutputFormat = Literal["parquet", "csv", "jsonl"]
 _SUFFIXES: dict[str, OutputFormat] = {
@@ -73,22 +74,16 @@ def output_format(output: Path) -> OutputFormat:
 class PartWriter(Closeable):
     """A part that is being written. Closing it syncs it to the disk."""
 
-    def __init__(self, path: Path, kind: OutputFormat, schema: Any) -> None:
+    def __init__(self, path: Path, schema: Any) -> None:
         import pyarrow as pa
 
         self.rows = 0
-        self._kind = kind
         self._stream = path.open("wb", _BUFFER_BYTES)
-        self._arrow = pa.ipc.new_stream(self._stream, schema) if kind == "parquet" else None
+        self._arrow = pa.ipc.new_stream(self._stream, schema)
 
     def write(self, batch: Any) -> None:
         """Append the rows of a `pyarrow.RecordBatch`."""
-        if self._arrow is not None:
-            self._arrow.write_batch(batch)
-        elif self._kind == "jsonl":
-            self._stream.writelines(_json_lines(batch))
-        else:
-            self._stream.write(_csv_rows(batch))
+        self._arrow.write_batch(batch)
         self.rows += batch.num_rows
 
     def close(self) -> None:
@@ -96,8 +91,7 @@ class PartWriter(Closeable):
         if self._stream.closed:
             return
         with self._stream:
-            if self._arrow is not None:
-                self._arrow.close()
+            self._arrow.close()
             self._stream.flush()
             os.fsync(self._stream.fileno())
 
@@ -109,17 +103,21 @@ class Assembly(Closeable):
     output is written beside them and then renamed. Closing removes what was not delivered.
     """
 
-    def __init__(self, directory: Path, kind: OutputFormat, schema: Any) -> None:
+    def __init__(
+        self, directory: Path, kind: OutputFormat, schema: Any, *, own_process: bool = False
+    ) -> None:
         """Join parts in a directory.
 
         Args:
             directory: the directory of the parts.
-            kind: format of parts and output.
+            kind: format of the output.
             schema: `pyarrow.Schema` of the rows.
+            own_process: join them in a child process, because threads of this one that run a GPU
+                need the GIL.
         """
-        self.kind = kind
-        self._schema = schema
+        self._open: Callable[[], OutputFile | OutputProcess]
         self._path = directory / ASSEMBLED
+        self._open = partial(OutputProcess if own_process else OutputFile, self._path, kind, schema)
         self._added: SimpleQueue[Path | None] = SimpleQueue()
         self._bytes = 0
         self._thread: threading.Thread | None = None
@@ -132,6 +130,7 @@ class Assembly(Closeable):
 
         Raises:
             OSError: the output cannot be written.
+            InputError: see `OutputProcess`.
         """
         if self._error is not None:
             raise self._error
@@ -146,6 +145,7 @@ class Assembly(Closeable):
 
         Raises:
             OSError: the output cannot be written.
+            InputError: see `OutputProcess`.
         """
         self._added.put(None)
         if self._thread is None:
@@ -170,19 +170,10 @@ class Assembly(Closeable):
 
     def _join(self) -> None:
         try:
-            with self._path.open("wb") as stream:
-                hashed = _HashedStream(stream)
-                if self.kind == "parquet":
-                    _write_parquet(self._parts(), hashed, self._schema)
-                else:
-                    if self.kind == "csv":
-                        hashed.write(_csv_header(self._schema))
-                    for part in self._parts():
-                        with part.open("rb") as rows:
-                            shutil.copyfileobj(rows, hashed, 1 << 20)
-                stream.flush()
-                os.fsync(stream.fileno())
-            self._digest = hashed.sha256.hexdigest()
+            with self._open() as output:
+                for part in self._parts():
+                    output.add(part)
+                self._digest = output.finish()
         except BaseException as error:  # raised by `finish`, or by `add`
             self._error = error
 
@@ -190,6 +181,98 @@ class Assembly(Closeable):
         """Yield the parts as they are added, until the last one."""
         while (part := self._added.get()) is not None and not self._is_closed:
             yield part
+
+
+class OutputFile(Closeable):
+    """An output that parts are appended to."""
+
+    def __init__(self, path: Path, kind: OutputFormat, schema: Any) -> None:
+        """Create the file.
+
+        Args:
+            path: path of the file.
+            kind: its format.
+            schema: `pyarrow.Schema` of the rows.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._schema = schema
+        self._group: list[Any] = []
+        """Record batches of the next row group of Parquet."""
+        self._group_bytes = 0
+        self._file = path.open("wb")
+        self._stream = _HashedStream(self._file)
+        self._parquet = _parquet_writer(self._stream, schema) if kind == "parquet" else None
+        self._format = _csv_rows if kind == "csv" else _json_lines
+        if kind == "csv":
+            self._stream.write(_csv_header(schema))
+
+    def add(self, part: Path) -> None:
+        """Append the rows of a part.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        import pyarrow as pa
+
+        with part.open("rb") as stream, pa.ipc.open_stream(stream) as batches:
+            for batch in batches:
+                if self._parquet is None:
+                    self._stream.write(self._format(batch))
+                    continue
+                self._group.append(batch)
+                self._group_bytes += batch.nbytes
+                if self._group_bytes >= _GROUP_BYTES:
+                    self._write_group()
+
+    def finish(self) -> str:
+        """Write what is left, and sync the file to the disk; return its sha256.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if self._parquet is not None:
+            self._write_group()
+            self._parquet.close()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self._stream.sha256.hexdigest()
+
+    def close(self) -> None:
+        """Close the file; of Parquet it is complete only after `finish`."""
+        self._file.close()
+
+    def _write_group(self) -> None:
+        import pyarrow as pa
+
+        if self._parquet is not None and self._group:
+            self._parquet.write_table(pa.Table.from_batches(self._group, self._schema))
+        self._group, self._group_bytes = [], 0
+
+
+class OutputProcess(WorkerProcess):
+    """An `OutputFile` of a child process; its errors are InputErrors."""
+
+    def __init__(self, path: Path, kind: OutputFormat, schema: Any) -> None:
+        """Start the process, and create the file; see `OutputFile`."""
+        super().__init__(
+            "enginery.predict.writer_process", description=f"writing {path}", error=InputError
+        )
+        content = base64.b64encode(schema.serialize()).decode()
+        try:
+            self.request("open", path=str(path), kind=kind, schema=content)
+        except BaseException:
+            self.close()
+            raise
+
+    def add(self, part: Path) -> None:
+        """Append the rows of a part."""
+        self.request("add", part=str(part))
+
+    def finish(self) -> str:
+        """Complete the file and return its sha256."""
+        return str(self.request("finish")["sha256"])
 
 
 class _HashedStream(io.RawIOBase):
@@ -223,7 +306,8 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _write_parquet(parts: Iterator[Path], stream: _HashedStream, schema: Any) -> None:
+def _parquet_writer(stream: _HashedStream, schema: Any) -> Any:
+    """Return a `pyarrow.parquet.ParquetWriter`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -233,33 +317,13 @@ def _write_parquet(parts: Iterator[Path], stream: _HashedStream, schema: Any) ->
         path: "none" if path.partition(".")[0] in vectors else "zstd" for path in _leaves(schema)
     }
     dictionaries = [path for path, codec in compression.items() if codec != "none"]
-    with pq.ParquetWriter(
+    return pq.ParquetWriter(
         stream,
         schema,
         compression=compression,
         use_dictionary=dictionaries,
         write_statistics=dictionaries,
-    ) as writer:
-        for batches in _groups(parts):
-            writer.write_table(pa.Table.from_batches(batches, schema))
-
-
-def _groups(parts: Iterator[Path]) -> Iterator[list[Any]]:
-    """Yield lists of record batches, one list per row group."""
-    import pyarrow as pa
-
-    group: list[Any] = []
-    size = 0
-    for part in parts:
-        with part.open("rb") as stream, pa.ipc.open_stream(stream) as batches:
-            for batch in batches:
-                group.append(batch)
-                size += batch.nbytes
-                if size >= _GROUP_BYTES:
-                    yield group
-                    group, size = [], 0
-    if group:
-        yield group
+    )
 
 
 def _leaves(schema: Any) -> list[str]:
@@ -274,7 +338,7 @@ def _leaves(schema: Any) -> list[str]:
     return [parquet_schema.column(index).path for index in range(len(parquet_schema))]
 
 
-def _json_lines(batch: Any) -> Iterator[bytes]:
+def _json_lines(batch: Any) -> bytes:
     names = batch.schema.names
     # The pieces of all lines: cells, and what is between them.
     pieces: list[Iterable[bytes]] = []
@@ -289,7 +353,7 @@ def _json_lines(batch: Any) -> Iterator[bytes]:
         pieces.append(_json_cells(column))
         between = b", "
     pieces.append(repeat(b"}\n"))
-    return map(b"".join, zip(*pieces, strict=False))
+    return b"".join(chain.from_iterable(zip(*pieces, strict=False)))
 
 
 def _json_cells(column: Any) -> list[bytes]:

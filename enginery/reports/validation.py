@@ -126,6 +126,36 @@ class EmbeddingMetrics:
 
 
 @dataclass(frozen=True)
+class AnswerMetrics:
+    """Comparison of the answers to raw inputs with those that a user of transformers gets."""
+
+    reference: str
+    """Who answered: `transformers' text-classification pipeline`."""
+    inputs: Count
+    compared: Count
+    """Inputs that both sides answered: each alone, and all in one batch."""
+    failed: Count
+    """Inputs with another answer."""
+    largest_difference: Number
+    """Of two scores, or of two numbers of a vector or an output."""
+    refused: list[str]
+    """Inputs that the artifact refuses with an error, and the error."""
+    rejected: list[str]
+    """Inputs that the reference rejects, and its error."""
+
+    def describe(self) -> str:
+        """Return `8 raw inputs, alone and in a batch: answers equal those of …`."""
+        equal = f"{self.compared} raw inputs, alone and in a batch: answers equal those of "
+        if self.failed:
+            equal = f"{self.failed} of {self.compared} raw inputs have other answers than those of "
+        return (
+            f"{equal}{self.reference} (largest difference {self.largest_difference:.2g})"
+            + (f"; {len(self.refused)} refused with an error" if self.refused else "")
+            + (f"; {len(self.rejected)} that the reference rejects" if self.rejected else "")
+        )
+
+
+@dataclass(frozen=True)
 class GenerationMetrics:
     """Comparison of generated tokens with those of PyTorch's own `generate`."""
 
@@ -318,6 +348,8 @@ class ValidationReport(Report):
     """Accuracy of the reference and of the artifact; None without labels."""
     generation: GenerationMetrics | None = None
     """For artifacts that generate text."""
+    answers: AnswerMetrics | None = None
+    """For artifacts that do not generate, unless there is nothing to compare with."""
     schema_version: Count = field(default=1)
 
     @property
@@ -413,6 +445,8 @@ class ValidationReport(Report):
                 )
                 for change in self.labels.changes
             ]
+        if self.answers:
+            facts.append(("answers", self.answers.describe()))
         if self.generation:
             facts.append(("generation", self.generation.describe()))
         facts += [(graph.graph, graph.describe(self.reference_name)) for graph in self.coverage]

@@ -42,7 +42,6 @@ from enginery.runtime.tasks.row_stream import (
     SWITCH_INTERVAL,
     RowStream,
     Window,
-    read_ahead,
     run_here,
 )
 from enginery.runtime.tasks.tag import Aggregation, TokenSpan
@@ -424,9 +423,7 @@ class Model(Closeable):
             plan = partial(plan, max_rows=GPU_MAX_ROWS, max_tokens=GPU_MAX_TOKENS)
         preprocess = partial(task.preprocess, options=options)
         stream = RowStream(batches, preprocess, plan, run_here, concurrent=0)
-        prepared = read_ahead(
-            stream.prepare(_windows(inputs)), ahead=PREPARED_BATCHES, name="enginery-prepare"
-        )
+        prepared = stream.prepare_ahead(_windows(inputs), ahead=PREPARED_BATCHES)
         results: list[RowValues] = []
         finishing: deque[Future[RowValues]] = deque()
         with (

@@ -37,6 +37,8 @@ _IDLE_SECONDS = 30.0
 _LARGE_BYTES = 2 << 30
 """Peak memory above which a process is not kept, because it may not return all of it."""
 
+_ANSWERS = "answers.npz"
+
 _SAMPLES = 256
 """Elements of a weight that `TorchWeight.sample` holds."""
 
@@ -177,6 +179,59 @@ class TorchReference(Closeable):
         """
         return self._run("generate", feeds, directory, options=dict(options))
 
+    def answers(
+        self, kind: str, items: Sequence[Mapping[str, Any]], directory: Path
+    ) -> list[dict[str, Any]]:
+        """Answer raw inputs as transformers does; see `TorchAnswers`.
+
+        Args:
+            kind: the task's verb, or `tensors` for the model's outputs.
+            items: the inputs; arrays among their values pass through a file.
+            directory: where to write the arrays of the answers; it must not exist.
+
+        Returns:
+            The fields of a `RawAnswer` for each input, with its `arrays` read.
+
+        Raises:
+            InputError: transformers cannot load the tokenizer or a processor, or nothing answers
+                such inputs.
+            UntrustedModelError: the model attempted an operation that no model needs.
+            EngineryError: the arrays cannot be written.
+        """
+        plain = [
+            {name: value for name, value in item.items() if not isinstance(value, np.ndarray)}
+            for item in items
+        ]
+        arrays = {
+            f"{index}:{name}": value
+            for index, item in enumerate(items)
+            for name, value in item.items()
+            if isinstance(value, np.ndarray)
+        }
+        file = self._write_feeds(directory, arrays)
+        answer = self._request(
+            "answers", kind=kind, items=plain, feeds=str(file), directory=str(directory)
+        )
+        file.unlink()
+        results: list[dict[str, Any]] = answer["answers"]
+        with np.load(directory / _ANSWERS, allow_pickle=False) as stored:
+            for index, result in enumerate(results):
+                result["arrays"] = {name: stored[f"{index}:{name}"] for name in result.pop("names")}
+        return results
+
+    def prepare(self, item: Mapping[str, Any], directory: Path) -> dict[str, NDArray[Any]]:
+        """Return what the model's own tokenizer or processor makes of a raw input, by name.
+
+        Raises:
+            InputError: transformers cannot load it, or it rejects the input.
+            UntrustedModelError: the model attempted an operation that no model needs.
+            EngineryError: the arrays cannot be written.
+        """
+        arrays = {name: value for name, value in item.items() if isinstance(value, np.ndarray)}
+        plain = {name: value for name, value in item.items() if name not in arrays}
+        files = self._run("prepare", arrays, directory, item=plain)
+        return {name: np.load(file, allow_pickle=False) for name, file in files.items()}
+
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of texts by the model's own tokenizer in transformers.
 
@@ -186,6 +241,16 @@ class TorchReference(Closeable):
         """
         ids: list[list[int]] = self._request("tokenize", texts=list(texts))["ids"]
         return ids
+
+    def decode_tokens(self, tokens: Sequence[Sequence[int]]) -> list[str]:
+        """Return the texts of tokens by the model's own tokenizer, without special tokens.
+
+        Raises:
+            InputError: transformers cannot load the tokenizer, or it cannot decode a token.
+            UntrustedModelError: the tokenizer attempted an operation that none needs.
+        """
+        texts: list[str] = self._request("decode_tokens", tokens=[list(t) for t in tokens])["texts"]
+        return texts
 
     def generation_config(self) -> dict[str, Any]:
         """Return the options that the model's `generate` has without any arguments.
@@ -245,6 +310,14 @@ class TorchReference(Closeable):
 
     def _run(self, does: str, feeds: Feeds, directory: Path, **values: Any) -> dict[str, Path]:
         """Send feeds through a file, and return the files of the outputs."""
+        file = self._write_feeds(directory, feeds)
+        found = self._request(does, feeds=str(file), directory=str(directory), **values)
+        file.unlink()
+        self.notes = found["notes"]
+        return {name: directory / file for name, file in found["files"].items()}
+
+    def _write_feeds(self, directory: Path, feeds: Feeds) -> Path:
+        """Write arrays to a file in a new directory."""
         file = directory / "feeds.npz"
         try:
             directory.mkdir(parents=True)
@@ -252,10 +325,7 @@ class TorchReference(Closeable):
                 np.savez(stream, allow_pickle=False, **feeds)
         except OSError as error:
             raise _write_error(directory, error) from error
-        found = self._request(does, feeds=str(file), directory=str(directory), **values)
-        file.unlink()
-        self.notes = found["notes"]
-        return {name: directory / file for name, file in found["files"].items()}
+        return file
 
     def _request(self, does: str, **values: Any) -> WorkerResult:
         if self._worker is None:
@@ -345,7 +415,10 @@ class _Child:
             "load": self.load,
             "run": self.run,
             "generate": self.run,
+            "answers": self.answers,
+            "prepare": self.run,
             "tokenize": self.tokenize,
+            "decode_tokens": self.decode_tokens,
             "generation_config": self.generation_config,
             "list_weights": self.list_weights,
             "write_weight": self.write_weight,
@@ -383,6 +456,8 @@ class _Child:
             feeds = {name: stored[name] for name in stored.files}
         if request["do"] == "generate":
             outputs = self._runner.generate(feeds, request["options"])
+        elif request["do"] == "prepare":
+            outputs = self._runner.prepare({**request["item"], **feeds})
         elif request["decode"]:
             outputs = self._runner.decode(feeds, resume=request["decode"] == "resume")
         elif request["random"]:
@@ -414,10 +489,32 @@ class _Child:
         self._write(str(file), lambda stream: np.savez(stream, allow_pickle=False, **arrays))
         return outputs
 
+    def answers(self, request: WorkerResult) -> WorkerResult:
+        items: list[dict[str, Any]] = request["items"]
+        with np.load(request["feeds"], allow_pickle=False) as stored:
+            for key in stored.files:
+                index, _, name = key.partition(":")
+                items[int(index)][name] = stored[key]
+        answers = self._runner.answers(request["kind"], items)
+        self._require_harmless()
+        arrays = {
+            f"{index}:{name}": array
+            for index, answer in enumerate(answers)
+            for name, array in answer.arrays.items()
+        }
+        file = str(Path(request["directory"], _ANSWERS))
+        self._write(file, lambda stream: np.savez(stream, allow_pickle=False, **arrays))
+        return {"answers": [{**vars(a), "arrays": None, "names": list(a.arrays)} for a in answers]}
+
     def tokenize(self, request: WorkerResult) -> WorkerResult:
         ids = self._runner.tokenize(request["texts"])
         self._require_harmless()
         return {"ids": ids}
+
+    def decode_tokens(self, request: WorkerResult) -> WorkerResult:
+        texts = self._runner.decode_tokens(request["tokens"])
+        self._require_harmless()
+        return {"texts": texts}
 
     def generation_config(self, request: WorkerResult) -> WorkerResult:  # noqa: ARG002
         return {"options": self._runner.generation_config()}

@@ -17,7 +17,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ from enginery.core.model.screening import screen_model
 from enginery.core.model.source import ModelSource
 from enginery.core.shapes import dynamic_dims
 from enginery.runtime.decoder_graphs import is_cross_attention, is_decoder
+from enginery.runtime.torch_answers import Item, RawAnswer, TorchAnswers
 from enginery.runtime.torch_config import load_config
 from enginery.runtime.torch_decoder import TorchDecoder
 from enginery.runtime.torch_random import RandomNumbers
@@ -198,9 +199,25 @@ def _from_transformers(path: Path, task: str, options: dict[str, Any], device: s
         missing -= restore_head(model, path, missing)
     if score:
         model = as_classifier(model, model_class, score)
+    if task == "text-classification" and getattr(model.config, "pad_token_id", None) is None:
+        model.config.pad_token_id = _pad_token_id(path, options["trust_remote_code"])
     model.untrained_weights, model.config_notes = tuple(sorted(missing)), read.notes
     TasksManager.standardize_model_attributes(model, library_name="transformers")
     return model
+
+
+def _pad_token_id(path: Path, trust_remote_code: bool) -> int | None:
+    """Return the tokenizer's padding id, for a classifier whose config has none; or None.
+
+    Classifiers of decoders find the last token of a text by it.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(path), trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except Exception:  # no tokenizer, or one whose files transformers cannot read in any way
+        return None
+    return None if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
 
 
 _FROZEN_EPSILON = 1e-5
@@ -325,6 +342,34 @@ class TorchRunner(Closeable):
             found = self._attempt(run, feeds)
         return {name: _array(tensor) for name, tensor in found.items()}
 
+    def answers(self, kind: str, items: Sequence[Item]) -> list[RawAnswer]:
+        """Answer raw inputs with the model's own tokenizer and processors; see `TorchAnswers`.
+
+        Raises:
+            InputError: transformers cannot load them, or nothing answers such inputs.
+        """
+        with _quiet(), self._precision():
+            return self._answers(kind, items)
+
+    def prepare(self, item: Item) -> Outputs:
+        """Return what the model's own tokenizer or processor makes of a raw input, by name.
+
+        Raises:
+            InputError: transformers cannot load it, or it rejects the input.
+        """
+        try:
+            with _quiet():
+                tensors = self._answers.prepare(item)
+        except Exception as error:  # bad files can cause any error, anywhere in transformers
+            raise InputError(f"transformers' processor fails: {_first_line(error)}") from error
+        return {name: _array(tensor) for name, tensor in tensors.items()}
+
+    @cached_property
+    def _answers(self) -> TorchAnswers:
+        return TorchAnswers(
+            self._model, self._path, self._run, trust_remote_code=self._trust_remote_code
+        )
+
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of texts by the model's own tokenizer in transformers.
 
@@ -339,6 +384,19 @@ class TorchRunner(Closeable):
                     local_files_only=True,
                 )
                 return [list(tokenizer(text).input_ids) for text in texts]
+        except Exception as error:  # bad files can cause any error, anywhere in transformers
+            raise InputError(f"transformers' tokenizer fails: {_first_line(error)}") from error
+
+    def decode_tokens(self, tokens: Sequence[Sequence[int]]) -> list[str]:
+        """Return the texts of tokens by the model's own tokenizer, without special tokens.
+
+        Raises:
+            InputError: transformers cannot load the tokenizer, or it cannot decode a token.
+        """
+        try:
+            with _quiet():
+                decode = self._answers.tokenizer.decode
+                return [decode(list(row), skip_special_tokens=True) for row in tokens]
         except Exception as error:  # bad files can cause any error, anywhere in transformers
             raise InputError(f"transformers' tokenizer fails: {_first_line(error)}") from error
 
@@ -405,6 +463,7 @@ class TorchRunner(Closeable):
     def close(self) -> None:
         """Free the model."""
         self._model = self._decoder = None
+        self.__dict__.pop("_answers", None)
         self._run = self._run_whole
         self._submodels = None
 

@@ -1,7 +1,9 @@
 """Generate from real inputs, and compare the tokens with those of PyTorch's `generate`.
 
 PyTorch generates first, from each input alone: by greedy search and by beam search. It reads its
-own files: the tokenizer, generation_config.json. Then the artifact does, in one ragged batch and
+own files: the tokenizer or processor, generation_config.json. Tokens of texts have to be those of
+its tokenizer, features of images and sounds those of its processor, and its tokenizer has to decode
+what is generated to the same texts. Then the artifact does, in one ragged batch and
 from each input alone, with the operations that `load_model(…).generate` consists of. Models that
 sample are compared by the same two searches.
 
@@ -36,6 +38,7 @@ from enginery.core.model.feeds import FeedLimits, Feeds, make_feeds
 from enginery.core.progress import Progress
 from enginery.core.shapes import dynamic_dims
 from enginery.reports.validation import GenerationMetrics, ValidationCaseResult
+from enginery.runtime.audio.files import load_audio
 from enginery.runtime.audio.processor import AudioProcessor
 from enginery.runtime.builtin_inputs import SENTENCES, synthetic_images, synthetic_sounds
 from enginery.runtime.decoder_graphs import DecoderGraphs, find_generating
@@ -46,6 +49,7 @@ from enginery.runtime.generation.inputs import (
     GenerationRow,
     open_inputs,
     read_positions,
+    require_prepared,
 )
 from enginery.runtime.generation.options import (
     FILE,
@@ -54,9 +58,11 @@ from enginery.runtime.generation.options import (
     read_generation_config,
 )
 from enginery.runtime.generation.search import BeamSearch, Hypothesis, Search, make_search
+from enginery.runtime.image.files import load_image
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.sample_inputs import takes_images, takes_sounds
-from enginery.runtime.tasks import is_generating
+from enginery.runtime.tasks import is_generating, require_task
+from enginery.runtime.tasks.generate import Generate
 from enginery.runtime.text.tokenizer import TextTokenizer
 from enginery.runtime.torch_reference import TorchReference
 from enginery.validate.cases.sweep import sweep_sizes
@@ -71,6 +77,10 @@ _MADE_UP = "made-up prompts"
 _INPUTS: dict[Effort, int] = {"quick": 3, "normal": 8, "thorough": 16}
 _LONGEST_MADE_UP = 24
 """Tokens of the longest made-up prompt."""
+_MEDIA = ("images", "sounds")
+_FEATURE_ERROR = 3e-4
+"""Allowed error of pixels and features, as a share of the largest one or of 1. Those of Whisper
+differ by up to 1e-4, because transformers computes them with PyTorch."""
 _NOT_COMPARED = ("pad_token_id", "bos_token_id", "seed")
 """Options of generation that change no token."""
 
@@ -370,9 +380,10 @@ def generate_reference(
         progress: receives progress messages.
 
     Returns:
-        The inputs with their texts, and notes; None, if the artifact or PyTorch does not generate.
+        The inputs with their texts, and notes; None, if the graphs or PyTorch do not generate.
 
     Raises:
+        GenerationRefusedError: `load_model` cannot generate with the artifact's files.
         InputError: the user's data cannot be read.
         ExportError: PyTorch cannot load the source.
         UntrustedModelError: the source needs a permission that was not given, or is malicious.
@@ -381,26 +392,36 @@ def generate_reference(
         return None, []
     try:
         graphs = find_generating(artifact)
-        if problem := _obstacle(graphs):
-            return None, [f"not generated: {problem}"]
-        options = read_generation_config(artifact.path)
+        problem = _obstacle(graphs)
+        if not problem and graphs.encoder is not None:
+            require_prepared(graphs.encoder)
     except ArtifactError as error:
-        # A note, not a failure: the verdict is then that of the graphs.
-        return None, [f"not generated: {error.message}"]
+        problem = error.message
+    if problem:
+        # A note, not a failure: such graphs are for other programs, and the verdict is theirs.
+        return None, [f"not generated: {problem}"]
+    try:
+        options = read_generation_config(artifact.path)
+        noun, samples = _samples(artifact, graphs, config)
+    except ArtifactError as error:
+        raise GenerationRefusedError(graphs.later.file, error) from error
     positions = read_positions(artifact.path)
     # Half of a short model's positions are left for the prompt.
     steps = STEPS if positions is None else max(1, min(STEPS, positions // 2))
-    noun, samples = _samples(artifact, graphs, config)
     with open_reference(graphs.later.file) as model:
         try:
             problems = _compare_options(model, options, graphs)
             longest = None if positions is None else positions - steps
             if noun == _MADE_UP:
+                _require_no_tokenizer(model, artifact, graphs)
                 inputs = _made_up(graphs, options, limits, longest, _INPUTS[config.effort])
                 notes: list[str] = []
             else:
-                tokenizer = TextTokenizer.open(artifact.path)
-                source = open_inputs(artifact, graphs, tokenizer, options)
+                try:
+                    tokenizer = TextTokenizer.open(artifact.path)
+                    source = open_inputs(artifact, graphs, tokenizer, options)
+                except ArtifactError as error:
+                    raise GenerationRefusedError(graphs.later.file, error) from error
                 target = source.fallback(options)
                 chosen = source.implied(**target)
                 rows = _fitting(
@@ -413,17 +434,48 @@ def generate_reference(
                 inputs = _Inputs(
                     noun, names, list(rows.values()), source.join, tokenizer.pad_id or 0, chosen
                 )
-                failed, notes = _compare_tokens(
-                    model, graphs, inputs, [samples[index] for index in rows], tokenizer.unk_id
-                )
+                taken = [samples[index] for index in rows]
+                failed, notes = _compare_tokens(model, graphs, inputs, taken, tokenizer.unk_id)
                 problems += failed
+                failed, more_notes = _compare_features(model, artifact, inputs, taken, scratch)
+                problems += failed
+                notes += more_notes
             greedy, beams = _run_torch(model, graphs, inputs, steps, scratch, progress)
+            if noun != _MADE_UP:
+                failed, more_notes = _compare_texts(model, artifact, graphs, inputs, greedy)
+                problems += failed
+                notes += more_notes
         except (ArtifactError, InputError) as error:
             return None, [f"not generated: {error.message}"]
     return (
         GeneratedTexts(graphs, options, positions, steps, inputs, greedy, beams, problems),
         notes,
     )
+
+
+class GenerationRefusedError(EngineryError):
+    """`load_model` cannot generate with an artifact's files, whatever its graphs compute."""
+
+    def __init__(self, graph: str, error: ArtifactError) -> None:
+        super().__init__(error.message, do=error.do)
+        self.graph = graph
+        """The decoder."""
+
+    def case(self) -> ValidationCaseResult:
+        """Return it as a failed case."""
+        return _case(self.graph, "answers", f"load_model cannot generate: {self.message}")
+
+
+def _require_no_tokenizer(model: TorchReference, artifact: Artifact, graphs: DecoderGraphs) -> None:
+    """Raise GenerationRefusedError if only the source has a tokenizer that can be read."""
+    try:
+        model.tokenize(SENTENCES[:1])
+    except InputError:
+        return
+    try:
+        TextTokenizer.open(artifact.path)
+    except ArtifactError as error:
+        raise GenerationRefusedError(graphs.later.file, error) from error
 
 
 def _obstacle(graphs: DecoderGraphs) -> str:
@@ -484,10 +536,10 @@ def _compare_options(
         _case(
             graphs.later.file,
             FILE,
-            f"{name} is {_shown(mine[name])}, but {_shown(expected[name])} in PyTorch",
+            f"{name} is {_shown(mine.get(name))}, but {_shown(expected.get(name))} in PyTorch",
         )
-        for name in mine
-        if name not in _NOT_COMPARED and mine[name] != expected[name]
+        for name in dict.fromkeys([*mine, *expected])
+        if name not in _NOT_COMPARED and mine.get(name) != expected.get(name)
     ]
 
 
@@ -573,6 +625,76 @@ def _compare_tokens(
         else:
             failed.append(_case(graphs.later.file, f"{name}, tokens", problem))
     return failed, notes
+
+
+def _compare_features(
+    model: TorchReference,
+    artifact: Artifact,
+    inputs: _Inputs,
+    samples: Sequence[Any],
+    scratch: Path,
+) -> tuple[list[ValidationCaseResult], list[str]]:
+    """Return a failure for each image or sound whose features are not transformers', and notes."""
+    if inputs.what not in _MEDIA:
+        return [], []
+    file = artifact.manifest.graphs[0].file
+    failed: list[ValidationCaseResult] = []
+    for index, (name, row) in enumerate(zip(inputs.names, inputs.rows, strict=True)):
+        item = _raw_item(artifact, inputs.what, samples[index])
+        try:
+            theirs = model.prepare(item, scratch / f"raw-{index}")
+        except InputError as error:
+            return failed, [f"features were not compared: {error.message}"]
+        for feature, mine in row.arrays.items():
+            expected = theirs.get(feature, np.zeros(0))[0:1]
+            problem = ""
+            if expected.shape != (1, *mine.shape):
+                problem = f"has the shape {mine.shape}, transformers' {expected.shape[1:]}"
+            else:
+                difference = float(np.abs(mine - expected[0]).max())
+                allowed = _FEATURE_ERROR * max(float(np.abs(expected).max()), 1.0)
+                if not difference <= allowed:  # true for NaN
+                    problem = (
+                        f"differs by {difference:.3g} from transformers', {allowed:.2g} allowed"
+                    )
+            if problem:
+                failed.append(_case(file, f"{name}, {feature}", problem))
+    return failed, []
+
+
+def _raw_item(artifact: Artifact, noun: str, sample: Any) -> dict[str, Any]:
+    """Return an image or a sound as `TorchReference.prepare` takes it."""
+    if noun == "images":
+        return {"image": np.asarray(load_image(sample))}
+    rate = AudioProcessor.open(artifact.path).sampling_rate
+    return {"raw": load_audio(sample, rate), "sampling_rate": rate}
+
+
+def _compare_texts(
+    model: TorchReference,
+    artifact: Artifact,
+    graphs: DecoderGraphs,
+    inputs: _Inputs,
+    greedy: Sequence[_Continuation],
+) -> tuple[list[ValidationCaseResult], list[str]]:
+    """Return a failure for each continuation that is decoded to another text, and notes."""
+    try:
+        task = require_task(artifact.manifest).open(artifact, graphs.later)
+    except ArtifactError as error:
+        raise GenerationRefusedError(graphs.later.file, error) from error
+    if not isinstance(task, Generate):
+        raise AssertionError("a task that generates has another class")
+    try:
+        theirs = model.decode_tokens([continuation.tokens for continuation in greedy])
+    except InputError as error:
+        return [], [f"texts were not compared: {error.message}"]
+    failed = []
+    for name, continuation, expected in zip(inputs.names, greedy, theirs, strict=True):
+        mine = task.decode(continuation.tokens)
+        if mine != expected:
+            problem = f"the tokens of PyTorch are decoded to {mine!r}, by transformers {expected!r}"
+            failed.append(_case(graphs.later.file, f"{name}, text", problem))
+    return failed, []
 
 
 def _made_up(

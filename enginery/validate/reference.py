@@ -287,7 +287,7 @@ def run_reference(
         EngineryError: the outputs cannot be written to `scratch`.
     """
     expected: list[ReferenceOutputs] = []
-    last_step = _LastStep.of(reference.artifact, record)
+    last_step = LastStep.of(reference.artifact, record)
     graph = reference.artifact.path / record.file
     # PyTorch's draws are recorded, so that the graph can get the same numbers.
     random = not (reference.is_onnx or RANDOM_OPS.isdisjoint(read_structure(graph).op_types()))
@@ -324,7 +324,7 @@ def _run(
     case: ValidationCase,
     feeds: Feeds,
     directory: Path,
-    last_step: _LastStep,
+    last_step: LastStep,
     random: Path | None,
 ) -> dict[str, Path]:
     """Run the reference on a case; a step of decoding continues the one before."""
@@ -341,7 +341,7 @@ def _run(
 
 
 @dataclass(frozen=True)
-class _LastStep:
+class LastStep:
     """The last step of a graph that the model in PyTorch does not have: pooling, an activation."""
 
     pooling: Pooling | None = None
@@ -350,7 +350,7 @@ class _LastStep:
     """Function of the logits, for a graph with the output `scores`."""
 
     @classmethod
-    def of(cls, artifact: Artifact, record: GraphRecord) -> _LastStep:
+    def of(cls, artifact: Artifact, record: GraphRecord) -> LastStep:
         specs = {spec.name: spec for spec in record.outputs}
         if SENTENCE_OUTPUT in specs:
             if specs.keys().isdisjoint(TOKEN_OUTPUTS):
@@ -388,7 +388,7 @@ def _noise_floors(
     generated: dict[str, NoiseFloor] = {}
     refusals: dict[str, str] = {}
     specs = {spec.name: spec for spec in record.outputs}
-    last_step = _LastStep.of(reference.artifact, record)
+    last_step = LastStep.of(reference.artifact, record)
     for name, load in reference.open_noisy(record.file).items():
         try:
             with load() as model, progress.task(name, total=len(cases)) as advance:

@@ -71,8 +71,9 @@ def summarize(report: ValidationReport) -> str:
         if not any(case.graph == graph for case in compared):
             reason = next(case.skipped for case in cases if case.graph == graph)
             return f"{graph} could not be compared on any input: {reason}"
-    # Report differing outputs first: they locate a fault better than a differing text.
-    texts = [case for case in compared if case.kind == "generation" and case.problem]
+    # Report differing outputs first: they locate a fault better than a differing answer.
+    answer_kinds = ("answer", "generation")
+    texts = [case for case in compared if case.kind in answer_kinds and case.problem]
     if broken := [case for case in compared if case.problem and case not in texts]:
         return _describe_broken(broken, len(compared))
     pairs = [(case, output) for case in compared for output in case.outputs]

@@ -6,7 +6,8 @@ reference also runs at the artifact's precision (PyTorch in FP64 for FP32): its 
 inputs is the noise floor, from which the tolerance is derived. A quantized artifact is checked
 against its budget instead (`metrics/budget.py`), and without its quantization like any other
 (`weights/unrounded.py`). Engines run at every corner of their profiles and on all other inputs
-that fit (`cases/engines.py`). Graphs with a cache decode several tokens (`decoding.py`).
+that fit (`cases/engines.py`). Graphs with a cache decode several tokens (`decoding.py`). Answers to
+raw inputs are compared with those of transformers' own pipelines (`answers.py`, `generation.py`).
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from enginery.core.temporary import temporary_directory
 from enginery.core.tolerance import QuantizedTolerance, Tolerance
 from enginery.reports.base import ProviderRecord
 from enginery.reports.validation import (
+    AnswerMetrics,
     GenerationMetrics,
     GraphCoverage,
     QuantizedAccuracy,
@@ -66,6 +68,7 @@ from enginery.runtime.providers.known import CPU, CUDA, TENSORRT, TENSORRT_RTX, 
 from enginery.runtime.providers.selection import Provider, choose_providers
 from enginery.runtime.providers.specification import ProviderSpec, format_providers, parse_providers
 from enginery.runtime.text.tokenizer import TextTokenizer
+from enginery.validate.answers import compare_answers
 from enginery.validate.cases.decisions import Decisions, find_decisions
 from enginery.validate.cases.engines import reachable_profiles, split_by_profiles
 from enginery.validate.cases.real_inputs import check_data_usable, real_cases
@@ -89,7 +92,11 @@ from enginery.validate.decoding import (
     usable_decoders,
 )
 from enginery.validate.embeddings import EmbeddingComparison
-from enginery.validate.generation import generate_reference
+from enginery.validate.generation import (
+    GeneratedTexts,
+    GenerationRefusedError,
+    generate_reference,
+)
 from enginery.validate.labels import LabelComparison
 from enginery.validate.metrics.budget import LayerExpectation
 from enginery.validate.quantized_answers import AnswerComparison
@@ -101,7 +108,7 @@ if TYPE_CHECKING:
     from enginery.validate.random_numbers import GivenNumbers
 
 STAGE = "validate"
-STAGE_VERSION = "21"
+STAGE_VERSION = "22"
 REPORT = f"{REPORTS}/{ValidationReport.FILE}"
 TOOLS = ("torch", "transformers", "optimum-onnx", "numpy", "tokenizers", "pillow")
 
@@ -293,6 +300,7 @@ def run(
         layers=comparison.layers,
         labels=labels.metrics(config.label_column, reference.name),
         generation=comparison.generation,
+        answers=comparison.raw_answers,
         not_proven=not_proven,
         effort=config.effort,
         coverage=comparison.coverage,
@@ -331,6 +339,7 @@ class _Comparison:
     weights: WeightMetrics | None = None
     generation: GenerationMetrics | None = None
     layers: LayerMetrics | None = None
+    raw_answers: AnswerMetrics | None = None
     notes: list[str] = field(default_factory=list)
     idle: list[str] = field(default_factory=list)
     """Graphs of which the requested provider runs nothing, in words."""
@@ -431,6 +440,7 @@ class _Comparison:
                     seed=config.seed,
                 )
                 results += self._scan(record, scan, profiles, comparison, results)
+            results += self._compare_answers(record, runner, limits, results)
             self._check_placement(record, runner.providers)
         if simulated:
             path = self._write_simulated(record)
@@ -450,9 +460,25 @@ class _Comparison:
         if self.layer_limits is not None:
             self._compare_layers(record, cases, self.layer_limits)
         self.notes += reference.notes
-        for outputs in ("cases", "scan", _RANDOM):  # they may take gigabytes
+        for outputs in ("cases", "scan", "raw", _RANDOM):  # they may take gigabytes
             shutil.rmtree(self.scratch / outputs, ignore_errors=True)
         return results
+
+    def _compare_answers(
+        self,
+        record: GraphRecord,
+        runner: OrtRunner,
+        limits: ComparisonLimits,
+        results: Sequence[ValidationCaseResult],
+    ) -> list[ValidationCaseResult]:
+        """Compare the answers to raw inputs; return a case for each that differs."""
+        outcome = compare_answers(
+            self.reference, record, runner, limits, results, self.scratch / "raw"
+        )
+        self.raw_answers = outcome.metrics
+        if outcome.not_compared:
+            self.notes.append(f"answers: not compared: {outcome.not_compared}")
+        return outcome.cases
 
     def _compare_unrounded(
         self,
@@ -669,14 +695,20 @@ class _Comparison:
                 allow_fallback=config.allow_fallback,
             )
 
-        texts, notes = generate_reference(
-            artifact,
-            config,
-            self.feed_limits,
-            self.reference.open_pytorch,
-            self.scratch,
-            self.progress,
-        )
+        texts: GeneratedTexts | None = None
+        notes: list[str] = []
+        refused: list[ValidationCaseResult] = []
+        try:
+            texts, notes = generate_reference(
+                artifact,
+                config,
+                self.feed_limits,
+                self.reference.open_pytorch,
+                self.scratch,
+                self.progress,
+            )
+        except GenerationRefusedError as error:
+            refused = [error.case()]
         self.notes += notes
         usable, notes = usable_decoders(decoders)
         self.notes += notes
@@ -697,6 +729,7 @@ class _Comparison:
             progress=self.progress,
         )
         self.notes += notes
+        results += refused
         if texts:
             # Their limits say how close two logits must be for either to be chosen.
             forced = [case for case in results if case.kind == "generation"]

@@ -14,6 +14,7 @@ import hashlib
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -202,10 +203,10 @@ class Resume(Predict):
         super().prepare(root)
         write = Journal._write_part
 
-        def ending(journal: Journal, *others: object) -> bool:
-            if len(journal.parts) == 2:
+        def ending(journal: Journal, number: int, *others: Any) -> Any:
+            if number == 2:
                 raise KeyboardInterrupt
-            return write(journal, *others)
+            return write(journal, number, *others)
 
         Journal._write_part = ending
         try:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -167,15 +168,24 @@ def test_run_killed_before_its_report_is_assembled_again(
     assert not predict(artifact, data).worked
 
 
+LINE = pa.schema([("text", pa.string())])
+
+
+def write_part(path, *texts):
+    """Write a part with these texts."""
+    with PartWriter(path, LINE) as part:
+        part.write(pa.record_batch([list(texts)], schema=LINE))
+
+
 def test_failed_assembly_keeps_the_old_output(tmp_path, monkeypatch):
-    (tmp_path / "part").write_bytes(b"a\n")
+    write_part(tmp_path / "part", "a")
     (tmp_path / "out.jsonl").write_bytes(b"old\n")
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with Assembly(tmp_path, "jsonl", None) as assembly:
+    with Assembly(tmp_path, "jsonl", LINE) as assembly:
         assembly.add(tmp_path / "part")
         with pytest.raises(OSError, match="No space left on device"):
             assembly.finish()
@@ -183,16 +193,17 @@ def test_failed_assembly_keeps_the_old_output(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "part"]
 
 
-def test_output_is_replaced_atomically(tmp_path):
-    (tmp_path / "part").write_bytes(b"new\n")
+@pytest.mark.parametrize("own_process", [False, True])
+def test_output_is_replaced_atomically(tmp_path, own_process):
+    write_part(tmp_path / "part", "new")
     (tmp_path / "out.jsonl").write_bytes(b"old\n")
     with (tmp_path / "out.jsonl").open("rb") as reader:
-        assembly = Assembly(tmp_path, "jsonl", None)
+        assembly = Assembly(tmp_path, "jsonl", LINE, own_process=own_process)
         assembly.add(tmp_path / "part")
-        assert assembly.finish() == hashlib.sha256(b"new\n").hexdigest()
+        assert assembly.finish() == hashlib.sha256(b'{"text": "new"}\n').hexdigest()
         assembly.deliver(tmp_path / "out.jsonl")
         assert reader.read() == b"old\n"
-    assert (tmp_path / "out.jsonl").read_bytes() == b"new\n"
+    assert (tmp_path / "out.jsonl").read_bytes() == b'{"text": "new"}\n'
 
 
 def test_changed_part_is_named_and_its_rows_are_predicted_again(
@@ -306,13 +317,13 @@ def test_parts_of_a_large_output_are_joined_while_others_are_written(tmp_path, m
     batches = [pa.record_batch({"text": [f"{n}"], "score": [n / 4]}) for n in range(6)]
     schema = batches[0].schema
     contents = []
-    for threshold in (1 << 30, 0):
+    for threshold, own_process in ((1 << 30, False), (0, False), (0, True)):
         monkeypatch.setattr(writer, "_BACKGROUND_BYTES", threshold)
         monkeypatch.setattr(writer, "_SYNCED_BYTES", 1)
-        with Assembly(tmp_path, kind, schema) as assembly:
+        with Assembly(tmp_path, kind, schema, own_process=own_process) as assembly:
             for number, batch in enumerate(batches):
                 path = tmp_path / f"part-{number}"
-                with PartWriter(path, kind, schema) as part:
+                with PartWriter(path, schema) as part:
                     part.write(batch)
                 assembly.add(path)
             threads = {thread.name for thread in threading.enumerate()}
@@ -321,14 +332,14 @@ def test_parts_of_a_large_output_are_joined_while_others_are_written(tmp_path, m
             assembly.deliver(tmp_path / "out")
         assert digest == hashlib.sha256((tmp_path / "out").read_bytes()).hexdigest()
         contents.append((tmp_path / "out").read_bytes())
-    assert contents[0] == contents[1]
+    assert contents[0] == contents[1] == contents[2]
     assert not (tmp_path / "assembled").exists()
 
 
 def test_run_that_fails_leaves_no_thread_that_joins_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "_BACKGROUND_BYTES", 0)
-    (tmp_path / "part").write_bytes(b"a\n")
-    with Assembly(tmp_path, "jsonl", None) as assembly:
+    write_part(tmp_path / "part", "a")
+    with Assembly(tmp_path, "jsonl", LINE) as assembly:
         assembly.add(tmp_path / "part")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["part"]
     assert not [t for t in threading.enumerate() if t.name == "enginery-assemble"]
@@ -336,15 +347,91 @@ def test_run_that_fails_leaves_no_thread_that_joins_parts(tmp_path, monkeypatch)
 
 def test_failure_of_the_thread_that_joins_parts_ends_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "_BACKGROUND_BYTES", 0)
-    (tmp_path / "part").write_bytes(b"a\n")
+    write_part(tmp_path / "part", "a")
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     monkeypatch.setattr(writer, "_SYNCED_BYTES", 1)
-    with Assembly(tmp_path, "jsonl", None) as assembly:
+    with Assembly(tmp_path, "jsonl", LINE) as assembly:
         assembly.add(tmp_path / "part")
         assembly._thread.join(30)
         with pytest.raises(OSError, match="No space left on device"):
             assembly.add(tmp_path / "part")
+
+
+def test_errors_of_the_process_that_writes_are_reported(tmp_path):
+    write_part(tmp_path / "part", "a")
+    with Assembly(tmp_path / "gone", "jsonl", LINE, own_process=True) as assembly:
+        assembly.add(tmp_path / "part")
+        with pytest.raises(InputError, match="the output cannot be written: No such file"):
+            assembly.finish()
+
+
+def test_process_that_writes_is_killed(tmp_path):
+    write_part(tmp_path / "part", "a")
+    process = writer.OutputProcess(tmp_path / "assembled", "jsonl", LINE)
+    with process:
+        process.add(tmp_path / "part")
+        process._process.kill()
+        with pytest.raises(InputError, match=r"writing .*assembled: the process was killed"):
+            process.finish()
+
+
+def test_parts_of_lines_from_an_earlier_version_are_not_used(
+    predict, rows, tmp_path, tiny, data, monkeypatch
+):
+    artifact = tiny("bert", "text-classification")
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "write_report", killed)
+        with pytest.raises(KeyboardInterrupt):
+            predict(artifact, data)
+    journal = tmp_path / "out.parquet.parts" / "journal.jsonl"
+    journal.write_bytes(journal.read_bytes().replace(b', "parts": "arrow"', b"", 1))
+    assert predict(artifact, data, force=True).resumed_rows == 0
+    assert len(rows()) == ROWS
+
+
+def test_part_that_cannot_be_synced_ends_the_run_and_those_after_it(
+    predict, rows, tmp_path, tiny, data, monkeypatch
+):
+    artifact = tiny("bert", "text-classification")
+    sync, synced = os.fsync, []
+
+    def fail_once(descriptor):
+        name = Path(f"/proc/self/fd/{descriptor}").readlink().name
+        synced.append(name)
+        if name == "part-000001":
+            raise OSError(28, "No space left on device")
+        sync(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail_once)
+        with pytest.raises(InputError, match="cannot be written: No space left on device"):
+            predict(artifact, data, window=8, part_rows=16)
+    assert "part-000001" in synced
+    # Parts that were written meanwhile are not in the journal, which has no gaps.
+    lines = (tmp_path / "out.parquet.parts" / "journal.jsonl").read_text().splitlines()
+    assert [json.loads(line).get("part") for line in lines[1:]] == [0]
+    assert predict(artifact, data, window=8, part_rows=16).resumed_rows == 16
+    assert len(rows()) == ROWS
+
+
+def test_parts_on_a_gpu_are_larger(predict, tmp_path, tiny, data, monkeypatch):
+    from enginery.predict.batch_predictor import BatchPredictor
+
+    sizes = []
+    write = Journal.write_parts
+
+    def spy(journal, windows, columns, config, assembly, **options):
+        sizes.append(config.part_rows)
+        return write(journal, windows, columns, config, assembly, **options)
+
+    monkeypatch.setattr(Journal, "write_parts", spy)
+    artifact = tiny("bert", "text-classification")
+    predict(artifact, data)
+    monkeypatch.setattr(BatchPredictor, "on_gpu", True)
+    predict(artifact, data, "gpu.jsonl")  # a process of its own writes it
+    assert sizes == [4096, 65_536]
+    assert len((tmp_path / "gpu.jsonl").read_text().splitlines()) == ROWS

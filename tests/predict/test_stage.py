@@ -1,5 +1,6 @@
 import io
 import json
+import shutil
 
 import numpy as np
 import pyarrow as pa
@@ -7,6 +8,7 @@ import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 import pytest
 
+from enginery.core.artifact.artifact import Artifact, commit_artifact
 from enginery.core.errors import EngineryError, InputError, OptionError, ProviderError
 from enginery.predict import batch_predictor, stage
 from enginery.runtime.model import load_model
@@ -24,6 +26,24 @@ def bert(tiny):
 @pytest.fixture
 def classifier(tiny):
     return tiny("bert", "text-classification")
+
+
+def test_vectors_are_cut_to_truncate_dim_if_nothing_else_is_asked_for(
+    predict, rows, bert, reviews, tmp_path
+):
+    short = shutil.copytree(bert.path, tmp_path / "short")
+    file = short / "config_sentence_transformers.json"
+    file.write_text(json.dumps({"truncate_dim": 8}))
+    commit_artifact(short, bert.manifest)
+    texts = [text_of(index) for index in range(40)]
+    with load_model(bert) as model, load_model(short) as cut:
+        whole = model.embed(texts)
+        np.testing.assert_allclose(cut.embed(texts), whole[:, :8], atol=OUTPUTS)
+        np.testing.assert_allclose(cut.embed(texts, dimensions=16), whole[:, :16], atol=OUTPUTS)
+        assert cut.embed([]).shape == (0, 8)
+        assert any("truncate_dim" in note for note in cut.notes)
+    predict(Artifact.open(short), reviews)
+    np.testing.assert_allclose([row["embedding"] for row in rows()], whole[:, :8], atol=OUTPUTS)
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 7, "batch_tokens": 16, "workers": 3}])

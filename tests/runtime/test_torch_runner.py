@@ -1,5 +1,7 @@
 """The reference answers as transformers does, and rejects in words."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -8,7 +10,7 @@ from enginery.core.model.feeds import FeedLimits, make_feeds
 from enginery.core.model.source import resolve_record
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.torch_runner import TorchOptions, TorchRunner, load_pytorch
-from tests.tiny import tiny_artifact
+from tests.tiny import save_tiny, tiny_artifact
 from tests.tolerances import OUTPUTS
 
 
@@ -233,3 +235,16 @@ def test_weights_upcast_on_use_equal_fp64(tiny_model, kind, monkeypatch):
         assert found[name].dtype == np.float64
         np.testing.assert_allclose(found[name], array, rtol=1e-13, atol=1e-13)
         assert np.abs(other[name] - array).max() > 1e-9, "FP32 would have shown"
+
+
+def test_classifier_without_a_padding_id_takes_the_tokenizers(tmp_path):
+    """Those of decoders read the token before the padding."""
+    path = save_tiny("gpt2", "text-classification", tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    expected = config.pop("pad_token_id")
+    (path / "config.json").write_text(json.dumps(config))
+    assert load_pytorch(path, "text-classification").config.pad_token_id == expected
+    (path / "tokenizer.json").unlink()
+    for file in ("vocab.json", "merges.txt", "tokenizer_config.json", "special_tokens_map.json"):
+        (path / file).unlink(missing_ok=True)
+    assert load_pytorch(path, "text-classification").config.pad_token_id is None

@@ -244,7 +244,12 @@ def test_pieces_of_a_stream_are_the_text(server):
         ("/generate", {"inputs": ["a", 3]}, 422, "inputs[1]: found the number 3"),
         ("/generate", {"inputs": "a", "options": {}}, 422, "unknown field 'options'"),
         ("/generate", {"inputs": "a", "parameters": {"max_tokens": 3}}, 422, "unknown option"),
-        ("/generate", {"inputs": "a", "parameters": {"temperature": 0}}, 422, "temperature"),
+        (
+            "/generate",
+            {"inputs": "a", "parameters": {"temperature": 0, "do_sample": True}},
+            422,
+            "temperature",
+        ),
         ("/generate", {"inputs": "a", "parameters": {"target_language": "fr"}}, 422, "unknown opt"),
         ("/generate", {"inputs": "a", "parameters": {"num_beams": 17}}, 422, "at most 16"),
         (

@@ -218,11 +218,12 @@ def test_rerank_sorts_by_score(running):
         assert item["score"] == pytest.approx(sigmoid, abs=SCORES)
 
 
-def test_rerank_scores_lie_between_0_and_1_whatever_the_model_was_trained_as():
+@pytest.mark.parametrize(("raw", "activation"), [(False, "auto"), (True, "none")])
+def test_rerank_scores_a_pair_as_predict_does(raw, activation):
     config = {"id2label": {"0": "x"}, "problem_type": "regression"}
     model = StandInModel(verb="classify", config=config)
-    ask(application(model), "POST", "/rerank", {"query": "a", "texts": ["b"]})
-    assert model.calls[0][1].activation == "sigmoid"
+    ask(application(model), "POST", "/rerank", {"query": "a", "texts": ["b"], "raw_scores": raw})
+    assert model.calls[0][1].activation == activation
 
 
 def test_rerank_of_a_language_model_takes_an_instruction(reranker, home):

@@ -86,7 +86,7 @@ def test_nan_fails(compared):
     assert "cosine nan" in compared(broken[:1], tokens()[:1]).problem
 
 
-def test_unsupported_module_is_noted_and_the_graph_is_compared(exported, copied):
+def test_unsupported_module_is_noted_and_fails_where_the_source_has_none(exported, copied):
     from enginery import validate_model
     from tests.validate.faults import edits as faults
 
@@ -95,6 +95,8 @@ def test_unsupported_module_is_noted_and_the_graph_is_compared(exported, copied)
     (artifact.path / "modules.json").write_text(json.dumps(modules))
     faults.break_graph(artifact, lambda model: None)
     report = validate_model(artifact.path)
-    assert report.passed
     assert report.embeddings is None
     assert any("no pooled embeddings" in note and "LSTM" in note for note in report.notes)
+    (failed,) = [case for case in report.cases if not case.passed]
+    assert failed.problem.startswith("load_model cannot answer: ")
+    assert "LSTM" in failed.problem

@@ -23,6 +23,7 @@ TEXT, SEQ2SEQ = "text-generation-with-past", "text2text-generation-with-past"
 SPEECH = "automatic-speech-recognition-with-past"
 LATER = "decoder_with_past_model.onnx"
 TASKS = {"gpt2": TEXT, "marian": SEQ2SEQ}
+WHISPER = {"whisper": SPEECH}
 SLOW_TASKS = {
     **dict.fromkeys(("llama", "opt", "qwen3"), TEXT),
     **dict.fromkeys(("t5", "bart", "m2m_100"), SEQ2SEQ),
@@ -77,8 +78,10 @@ def edited(exported, copied, monkeypatch):
     """
     monkeypatch.setattr(generation, "STEPS", 4)
 
-    def make(kind, file, edit, **options):
-        artifact = copied(exported(kind, TASKS[kind]))
+    def make(kind, file, edit, *, source=None, **options):
+        task = {**TASKS, **WHISPER}[kind]
+        sound = exported(kind, task) if source is None else export_model(str(source), task=task)
+        artifact = copied(sound)
         path = artifact.path / file
         document = json.loads(path.read_text())
         edit(document)
@@ -253,12 +256,14 @@ def test_tokenizer_without_special_tokens_fails(edited):
     assert all("the tokenizer gives" in problem for problem in problems)
 
 
-def test_option_that_is_not_supported_is_a_note(edited):
+def test_artifact_that_load_model_cannot_generate_with_fails(edited):
     report = edited("gpt2", "generation_config.json", lambda d: d.update(num_beam_groups=2))
-    assert report.passed, report.summary
+    assert not report.passed
     assert report.generation is None
-    (note,) = [note for note in report.notes if note.startswith("not generated: ")]
-    assert "num_beam_groups is 2, which is not supported" in note
+    problem = generated(report)["answers"]
+    assert problem.startswith("load_model cannot generate: ")
+    assert "num_beam_groups is 2, which is not supported" in problem
+    assert problem in report.summary
 
 
 @pytest.mark.more
@@ -303,6 +308,16 @@ def test_without_tokenizer_prompts_are_made_up(tiny_model, home, tmp_path, kind)
     assert report.passed, report.summary
     assert report.generation.what == "made-up prompts"
     assert report.generation.equal == 3
+
+
+@pytest.mark.more
+def test_tokenizer_that_only_the_source_has_is_missed(exported, copied):
+    artifact = copied(exported("gpt2", TEXT))
+    (artifact.path / "tokenizer.json").unlink()
+    commit_artifact(artifact.path, artifact.manifest)
+    report = validated(Artifact.open(artifact.path))
+    assert not report.passed
+    assert generated(report)["answers"].startswith("load_model cannot generate: ")
 
 
 @pytest.mark.more
@@ -353,3 +368,27 @@ def test_speech_is_transcribed(home, tmp_path):
 
     with pytest.raises(InputError, match="has no audio"):
         validated(artifact, data=str(tmp_path / "whisper"))
+
+
+@pytest.mark.more
+def test_other_features_of_sounds_fail(home, edited, tmp_path):
+    source = save_whisper(tmp_path / "whisper")
+    file = "preprocessor_config.json"
+    report = edited("whisper", file, lambda d: d.update(n_fft=512), source=source)
+    assert not report.passed
+    problem = generated(report)["sound 1, input_features"]
+    assert "from transformers', 0.000" in problem
+
+
+@pytest.mark.more
+def test_tokens_that_are_decoded_to_another_text_fail(edited):
+    """An end token that is not special any more is part of the text."""
+
+    def show_end(document):
+        for token in document["added_tokens"]:
+            token["special"] = False
+
+    report = edited("marian", "tokenizer.json", show_end)
+    assert not report.passed
+    problems = [p for name, p in generated(report).items() if name.endswith(", text")]
+    assert any("by transformers" in problem for problem in problems)

@@ -289,13 +289,16 @@ def test_data_that_cannot_be_used_are_an_error(exported, copied, tmp_path):
         validate_model(audio, data=str(tmp_path / "none.csv"))
 
 
-def test_damaged_tokenizer_leaves_the_sweep_and_is_noted(exported, copied):
+def test_damaged_tokenizer_is_noted_and_answers_nothing(exported, copied):
     artifact = copied(exported(*TEXT))
     (artifact.path / "tokenizer.json").write_text("{}")
     faults.break_graph(artifact, lambda model: None)
     report = validate_model(artifact.path)
-    assert report.passed
     assert any("no real inputs were compared" in note for note in report.notes)
+    (failed,) = [case for case in report.cases if not case.passed]
+    assert failed.kind == "answer"
+    assert failed.problem.startswith("load_model cannot answer: ")
+    assert failed.problem in report.summary
 
 
 # Verdicts

@@ -489,6 +489,8 @@ class SentenceTransformersConfig(_File):
 
     prompts: dict[str, Annotated[str | None, _expected("a string")]] = Field(default_factory=dict)
     default_prompt_name: String = ""
+    truncate_dim: Annotated[int, Field(ge=1), _expected("an integer of 1 or more")] | None = None
+    """Number of leading dimensions to keep of a vector; None for all."""
 
 
 class PoolingConfig(_File):

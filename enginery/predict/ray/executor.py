@@ -95,6 +95,11 @@ class RayPredictor(Closeable):
         return self.task.modality
 
     @property
+    def on_gpu(self) -> bool:
+        """False: no batch runs in this process."""
+        return False
+
+    @property
     def providers(self) -> list[str]:
         return list(self._facts["providers"])
 

@@ -5,7 +5,8 @@
 
 They come from `generation_config.json` and from the caller, whose values win. A field of
 transformers that is not supported, and is set to something else than its default, is an error:
-ignoring it would give other tokens.
+ignoring it would give other tokens. Options that only sampling reads may have any value without it,
+as in transformers.
 """
 
 from __future__ import annotations
@@ -52,7 +53,6 @@ UNSUPPORTED: dict[str, Any] = {
     "penalty_alpha": None,
     "prompt_lookup_num_tokens": None,
     "remove_invalid_values": False,
-    "renormalize_logits": False,
     "sequence_bias": None,
     "token_healing": False,
     "top_h": None,  # of transformers 5
@@ -62,11 +62,21 @@ UNSUPPORTED: dict[str, Any] = {
 """Fields of transformers' GenerationConfig that change the tokens and are not supported, with their
 defaults."""
 
+_OF_SAMPLING = frozenset({"epsilon_cutoff", "eta_cutoff", "min_p", "top_h", "typical_p"})
+"""Those of them that only sampling reads."""
+
+_OFF: dict[str, Any] = {"guidance_scale": 1.0}
+"""Values beside the default that change no token."""
+
+
+_POSITIVE: dict[str, Any] = {"exclusiveMinimum": 0}
+
 
 class GenerationOptions(BaseModel):
     """How tokens are chosen, and when generation ends."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    # Extras are options of sampling that are not supported: they count once sampling is on.
+    model_config = ConfigDict(extra="allow", frozen=True)
 
     max_new_tokens: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] | None = None
     """Largest number of tokens to generate; null for `max_length`."""
@@ -85,11 +95,11 @@ class GenerationOptions(BaseModel):
     """Draw tokens by their probabilities, in place of the most probable ones."""
     seed: Annotated[int, Field(ge=0)] | None = None
     """Seed of the draws; null for another one each time."""
-    temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    temperature: Annotated[float, Field(allow_inf_nan=False, json_schema_extra=_POSITIVE)] = 1.0
     """Divides the logits before a draw."""
-    top_k: Annotated[int, Field(ge=0)] = 50
+    top_k: Annotated[int, Field(json_schema_extra={"minimum": 0})] = 50
     """Draw from this many most probable tokens; 0 for all."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Annotated[float, Field(json_schema_extra={**_POSITIVE, "maximum": 1})] = 1.0
     """Draw from the most probable tokens whose probabilities reach this sum."""
     num_beams: Annotated[int, Field(ge=1, le=MAX_BEAMS)] = 1
     """Number of sequences that beam search keeps; 1 for no beam search."""
@@ -102,6 +112,9 @@ class GenerationOptions(BaseModel):
     (false), or when none can (`never`)."""
     repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Divides positive logits of tokens that occurred, and multiplies negative ones."""
+    renormalize_logits: bool = False
+    """Take the log-softmax of the scores after all other changes, which changes the scores of beams
+    whose tokens were banned."""
     no_repeat_ngram_size: Annotated[int, Field(ge=0)] = 0
     """No sequence of this many tokens occurs twice; 0 for no such limit."""
     bad_words_ids: tuple[Annotated[tuple[TokenId, ...], Field(min_length=1)], ...] = ()
@@ -131,7 +144,7 @@ class GenerationOptions(BaseModel):
         fields = GenerationOptions.model_fields
         for name, value in passed.items():
             if name in UNSUPPORTED:
-                if value != UNSUPPORTED[name]:
+                if name not in _OF_SAMPLING and not _is_off(name, value):
                     raise InputError(f"{name}: {value!r} is not supported.")
             elif name not in fields:
                 raise InputError(f"unknown option '{name}'{nearest(name, fields)}.")
@@ -144,6 +157,7 @@ class GenerationOptions(BaseModel):
 
     def check(self) -> None:
         """Raise InputError for options that contradict each other."""
+        self.check_sampling()
         if self.num_beams == 1 and not self.do_sample and self.num_return_sequences > 1:
             raise InputError(
                 f"num_return_sequences is {self.num_return_sequences}, but greedy search has one "
@@ -155,6 +169,25 @@ class GenerationOptions(BaseModel):
                 f"num_return_sequences is {self.num_return_sequences}, expected at most num_beams, "
                 f"{self.num_beams}."
             )
+
+    def check_sampling(self) -> None:
+        """Raise InputError for values that only matter to sampling, if it is on."""
+        if not self.do_sample:
+            return
+        for name, value in (self.model_extra or {}).items():
+            if not _is_off(name, value):
+                raise InputError(f"{name}: {value!r} is not supported.", do="Leave it out.")
+        bounds = (
+            ("temperature", self.temperature > 0, "a number above 0"),
+            ("top_k", self.top_k >= 0, "a whole number of 0 or more"),
+            ("top_p", 0 < self.top_p <= 1, "a number above 0, up to 1"),
+        )
+        for name, fits, expected in bounds:
+            if not fits:
+                raise InputError(
+                    f"{name}: found {getattr(self, name)}; expected {expected} for sampling.",
+                    do="Set do_sample to false for the most probable tokens.",
+                )
 
     def longest(self, prompt: int, positions: int | None) -> int:
         """Return the largest length of a sequence, with its prompt.
@@ -205,16 +238,34 @@ def parse_generation_config(document: Mapping[str, Any], name: str) -> Generatio
     Raises:
         ArtifactError: a value is invalid, or a field is set that is not supported.
     """
-    values = {field: value for field, value in document.items() if value is not None}
-    for field, default in UNSUPPORTED.items():
-        if values.get(field, default) != default:
+    known = GenerationOptions.model_fields.keys() | UNSUPPORTED.keys()
+    values = {
+        field: value for field, value in document.items() if value is not None and field in known
+    }
+    # To transformers, null is no limit here; in other fields it is the default.
+    if "top_k" in document and document["top_k"] is None:
+        values["top_k"] = 0
+    for field in UNSUPPORTED.keys() & values.keys():
+        if _is_off(field, values[field]):
+            del values[field]
+        elif field not in _OF_SAMPLING or values.get("do_sample"):
             raise ArtifactError(
                 f"{name}: {field} is {values[field]!r}, which is not supported.",
                 do="Remove the field to generate without it.",
             )
     if values.get("max_length") == DEFAULT_NEW_TOKENS:
         del values["max_length"]  # transformers writes its default
-    return validated(GenerationOptions, values, ArtifactError, f"{name}: ")
+    options = validated(GenerationOptions, values, ArtifactError, f"{name}: ")
+    try:
+        options.check_sampling()
+    except InputError as error:
+        raise ArtifactError(f"{name}: {error.message}", do=error.do) from error
+    return options
+
+
+def _is_off(name: str, value: Any) -> bool:
+    """Return True if a value of an unsupported field changes no token."""
+    return value is None or value == UNSUPPORTED[name] or value == _OFF.get(name)
 
 
 def validated(

@@ -305,6 +305,9 @@ class BeamSearch(Search):
     @property
     def need(self) -> Need:
         """The best tokens of each beam; all logits for a draw, or if many or all would change."""
+        # Log-probabilities that nothing changes are as they are after another log-softmax.
+        if self.options.renormalize_logits and self._processors:
+            return Need(logits=True)
         # A banned token may be among the best, so as many more are fetched as there are banned
         # ones.
         banned = [banned_tokens(self._processors, beam.tokens) for beam in self._running]
@@ -403,6 +406,10 @@ class BeamSearch(Search):
                 scores[row] = processor(beam.tokens, scores[row])
             for warp in self._warpers:
                 scores[row] = warp(scores[row])
+        if self.options.renormalize_logits:
+            # `LogitNormalization` of transformers, which comes last. What a single sequence
+            # chooses does not depend on it.
+            scores = log_softmax(scores)
         # Without a copy: all rows share one range of tokens.
         tokens = np.broadcast_to(np.arange(scores.shape[1], dtype=np.int64), scores.shape)
         return scores, tokens

@@ -71,6 +71,8 @@ class Embed(TextTask):
     """The prompts of config_sentence_transformers.json, by name."""
     default_prompt: str
     """Name of the prompt that applies if a call names none; empty for no prompt."""
+    truncate_dim: int | None = None
+    """Number of leading dimensions that are kept if a call does not say; None for all."""
 
     @classmethod
     def _read_settings(
@@ -92,8 +94,15 @@ class Embed(TextTask):
                 f"expected one of {', '.join((SENTENCE_OUTPUT, *TOKEN_OUTPUTS))} to embed texts."
             )
         sentence = SentenceTransformersConfig.read(artifact.path)
-        return [note], {
+        notes = [note]
+        if sentence.truncate_dim:
+            notes.append(
+                f"vectors are cut to their first {sentence.truncate_dim} numbers: truncate_dim in "
+                f"{SentenceTransformersConfig.FILE}"
+            )
+        return notes, {
             "pooling": pooling,
+            "truncate_dim": sentence.truncate_dim,
             "prompts": {name: prompt or "" for name, prompt in sentence.prompts.items()},
             "default_prompt": sentence.default_prompt_name,
         }
@@ -105,6 +114,11 @@ class Embed(TextTask):
         last = next(spec.dims[-1] for spec in self.record.outputs if spec.name == name)
         modes = len(self.pooling.modes) if self.pooling and not self._graph_pools else 1
         return last * modes if isinstance(last, int) else 0
+
+    def kept_dimensions(self, size: int) -> int:
+        """Return the number of leading dimensions that a call keeps if it names no other."""
+        # As sentence-transformers, which keeps vectors that are shorter as they are.
+        return min(self.truncate_dim or size, size)
 
     def outputs_read(self, *, raw: bool = False) -> tuple[str, ...]:
         """Return `sentence_embedding` if the graph pools, else the token vectors; see `RowTask`."""
@@ -172,6 +186,9 @@ class Embed(TextTask):
     ) -> Vectors:
         """Return float32 (texts, dim)."""
         own = self.pooling is not None and self.pooling.normalize and not self._graph_pools
+        if self.truncate_dim and options.dimensions is None:
+            size = len(outputs[0]) if len(outputs) else self.graph_dim or self.truncate_dim
+            options = options.model_copy(update={"dimensions": self.kept_dimensions(size)})
         return finish_vectors(outputs, options, dim=self.graph_dim, model_normalizes=own)
 
     def describe(self, result: Vectors) -> str:
@@ -220,7 +237,7 @@ def finish_vectors(
         TaskOptionError: the vectors have fewer than `dimensions` numbers.
     """
     if not len(vectors):
-        return np.empty((0, dim), np.float32)
+        return np.empty((0, options.dimensions or dim), np.float32)
     finished = np.asarray(vectors, np.float32)
     # The model's own normalization is part of its vectors and comes before they are cut; one that
     # is asked for comes last, so that the result has length 1.
@@ -246,6 +263,8 @@ def unit_vectors(vectors: Vectors) -> Vectors:
     """Scale vectors (n, dim) to length 1; return those of zeros, NaN or infinity unchanged."""
     with np.errstate(over="ignore", invalid="ignore"):
         squared = np.vecdot(vectors, vectors).astype(np.float64)
+        if (np.abs(squared - 1.0) < _UNIT).all():  # the graph has normalized them
+            return vectors
         overflowed = ~np.isfinite(squared)  # squares of numbers above 1e19 overflow float32
         if overflowed.any():
             wide = vectors[overflowed].astype(np.float64)

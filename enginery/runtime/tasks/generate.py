@@ -404,13 +404,13 @@ class Generate(Task):
             options,
             positions=self.positions,
             rest=row.rest,
-            stops=(lambda tokens: any(stop in self._text(tokens) for stop in stops))
+            stops=(lambda tokens: any(stop in self.decode(tokens) for stop in stops))
             if stops
             else None,
         )
         texts = [
             TextStream(
-                self._text, stops=stops, keep_stop=keep_stop, clean_up=self.tokenizer.clean_up
+                self.decode, stops=stops, keep_stop=keep_stop, clean_up=self.tokenizer.clean_up
             )
             for _ in range(options.num_return_sequences)
         ]
@@ -418,7 +418,7 @@ class Generate(Task):
         tokens = len(row.prompt) if not self.has_encoder else 1 if source is None else len(source)
         return Row(TextSearch(row, options, search, texts, tokens, streams), tokens)
 
-    def _text(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, without special ones."""
         hidden = self.reader.hidden
         shown = [token for token in tokens if token not in hidden]

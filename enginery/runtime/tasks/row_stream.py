@@ -1,14 +1,15 @@
 """Run many inputs: windows of them are preprocessed ahead, and their batches run one by one.
 
     stream = RowStream(batches, partial(task.preprocess, options=options), batches.plan, submit)
-    with closing(read_ahead(stream.prepare(windows), ahead=32)) as prepared:
+    with closing(stream.prepare_ahead(windows, ahead=32)) as prepared:
         for window in stream.run(prepared):
             results = task.postprocess(window.work, window.outputs(), options)
 
 A window is a list of inputs. Its rows are sorted by length and cut into batches. While the model
-runs the batches of one window, the next one is tokenized in a thread of its own; the thread that
-iterates over `run` starts the batches and collects their outputs. Windows come out in order, and
-memory depends on their size, not on their number.
+runs the batches of one window, a thread pads those of the next one, another thread tokenizes the
+one after it, and a third reads what follows; the thread that iterates over `run` starts the batches
+and collects their outputs. Windows come out in order, and memory depends on their size, not on
+their number.
 """
 
 from __future__ import annotations
@@ -110,36 +111,67 @@ class RowStream:
     concurrent: int = 1
     """Number of runs that wait or run at the same time."""
 
+    def prepare_ahead(
+        self, windows: Generator[Window[Origin]], *, ahead: int
+    ) -> Generator[PreparedBatch[Origin]]:
+        """Yield what `prepare` yields: threads read windows, preprocess them and make batches.
+
+        Args:
+            windows: the windows, which are closed at the end.
+            ahead: number of batches that wait at most.
+        """
+        # The threads of `tokenizers` work on a window while the next one is read, and the one
+        # before it padded.
+        read = read_ahead(windows, ahead=1, name="enginery-read")
+        preprocessed = read_ahead(self._preprocessed(read), ahead=1, name="enginery-preprocess")
+        return read_ahead(self._batched(preprocessed), ahead=ahead, name="enginery-prepare")
+
     def prepare(self, windows: Iterable[Window[Origin]]) -> Generator[PreparedBatch[Origin]]:
         """Yield the batches of windows, at least one for each.
 
         An InputError ends its window, not the stream: it is the window's `error`.
         """
-        for window in windows:
-            try:
+        return self._batched(self._preprocessed(window for window in windows))
+
+    def _preprocessed(self, windows: Generator[Window[Origin]]) -> Generator[Window[Origin]]:
+        """Preprocess the inputs of each window, and yield it. Closes `windows`."""
+        with closing(windows):
+            for window in windows:
                 started = time.perf_counter()
                 try:
                     if window.inputs:
                         window.work = self.preprocess(window.inputs)
-                finally:
-                    window.preprocess_seconds = time.perf_counter() - started
-                rows = window.work.rows
-                plan = self.plan(rows) if rows else []
-                # The last batch is prepared below, because each window yields exactly one that is
-                # the last, even without rows or after an error.
-                for indices in plan[:-1]:
-                    if window.error is not None:  # a batch that failed in the meantime
-                        break
-                    feeds = self.batches.feeds([rows[index] for index in indices])
-                    yield PreparedBatch(window, indices, feeds, is_last=False)
-                indices, feeds = [], {}
-                if plan and window.error is None:
-                    indices = plan[-1]
-                    feeds = self.batches.feeds([rows[index] for index in indices])
-            except InputError as error:
-                window.error = error
-                indices, feeds = [], {}
-            yield PreparedBatch(window, indices, feeds, is_last=True)
+                except InputError as error:
+                    window.error = error
+                window.preprocess_seconds = time.perf_counter() - started
+                yield window
+
+    def _batched(self, windows: Generator[Window[Origin]]) -> Generator[PreparedBatch[Origin]]:
+        """Yield the batches of windows that are preprocessed. Closes `windows`."""
+        with closing(windows):
+            for window in windows:
+                yield from self._batches_of(window)
+
+    def _batches_of(self, window: Window[Origin]) -> Generator[PreparedBatch[Origin]]:
+        """Yield the batches of a window; the last one even without rows or after an error."""
+        indices: list[int] = []
+        feeds: Arrays = {}
+        try:
+            rows = window.work.rows
+            plan = self.plan(rows) if rows and window.error is None else []
+            for indices in plan[:-1]:
+                if window.error is not None:  # a batch that failed in the meantime
+                    break
+                feeds = self.batches.feeds([rows[index] for index in indices])
+                yield PreparedBatch(window, indices, feeds, is_last=False)
+            indices, feeds = [], {}
+            if plan and window.error is None:
+                indices = plan[-1]
+                feeds = self.batches.feeds([rows[index] for index in indices])
+        except InputError as error:
+            window.error = error
+            indices, feeds = [], {}
+        yield PreparedBatch(window, indices, feeds, is_last=True)
 
     def run(self, batches: Generator[PreparedBatch[Origin]]) -> Generator[Window[Origin]]:
         """Run batches; yield each window when all of its batches are done. Closes `batches`.

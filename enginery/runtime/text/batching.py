@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ GPU_MAX_ROWS = 256
 GPU_MAX_TOKENS = 8192
 """Maximum number of padded tokens of a batch on a GPU. MiniLM in FP16 embedded texts of 33 tokens
 on an H200 fastest with 128 rows, padded to 32 or 48 tokens: 1.2 times as fast as with 64."""
+_MANY_BATCHES = 4
+"""Number of full batches from which on the smaller rungs are not tried."""
 GPU_BATCH_COST = 1024
 """Tokens that take as long as starting one more batch on a GPU: a run of MiniLM takes 0.25 ms there
 at least, and 0.19 µs for each token."""
@@ -65,8 +68,8 @@ def plan_batches(
             largest batches.
         rungs: sizes that batches are padded to; None for the batch's own. Not for `equal_lengths`.
     """
-    if len(lengths) == 1:
-        return [[0]]
+    if len(lengths) < 2:
+        return [[0]] if len(lengths) else []
     # Stable, so that texts of one length stay in the order of the input.
     order = np.argsort(-np.asarray(lengths, np.int64), kind="stable")
     longest = np.asarray(lengths, np.int64)[order]
@@ -138,10 +141,12 @@ def _sizes_on_rungs(
 ) -> list[int]:
     """Return the sizes of the batches with the least sum of padded tokens and costs, on rungs.
 
-    A batch takes as many rows as its rung has, because fewer would cost the same. Before the end
-    of the inputs, rungs below an eighth of the limit are not tried.
+    A batch takes as many rows as its rung has, because fewer would cost the same. Of many inputs,
+    small rungs are not tried: each that is new takes tens of milliseconds to record.
     """
     count = len(longest)
+    # The smallest batches to try as a share of the limit, within the inputs and at their end.
+    shares = (2, 8) if count >= _MANY_BATCHES * size_limit(int(longest[-1])) else (8, sys.maxsize)
     costs: list[float] = [0.0] + [math.inf] * count  # of the inputs before this one
     sizes = [0] * (count + 1)  # size of the batch that ends before this input
     start_cost = batch_cost or 1 / (count + 1)  # of those with equal padding, the fewest batches
@@ -152,7 +157,7 @@ def _sizes_on_rungs(
             continue
         width = _round_up(int(longest[first]), rungs.tokens)
         limit, remaining = size_limit(width), count - first
-        lowest = 1 if remaining < limit else limit // 8
+        lowest = limit // shares[remaining < limit]
         fitting = [rows for rows in rungs.rows if lowest <= rows <= limit]
         for rows in fitting or [limit]:
             size = min(rows, remaining)

@@ -479,6 +479,22 @@ class TextTokenizer:
             encode(texts) if self.parallel_encode is None else self.parallel_encode(encode, texts)
         )
 
+    def _has_type_0(self, encoding: Any) -> bool:
+        """Return True if every token of an encoding is known to have the type 0."""
+        if type(encoding) is TokenArray:
+            return encoding.types is None
+        return self._singles_have_type_0 and getattr(encoding, "n_sequences", 0) == 1
+
+    @cached_property
+    def _singles_have_type_0(self) -> bool:
+        """True if every token of a single text has the type 0: its template gives the types."""
+        try:
+            (encoding,) = self.backend.encode_batch(["a"])
+        except BaseException as error:
+            failure_reason(error)  # re-raises errors that do not come from `tokenizers`
+            return False
+        return not any(encoding.type_ids)
+
     @cached_property
     def _fast_encoder(self) -> FastEncoder:
         return FastEncoder.from_tokenizer(self.backend)
@@ -664,6 +680,8 @@ class TextTokenizer:
             # Positions count real tokens only: with padding on the left, the first has position 0.
             return np.asarray(np.maximum(np.cumsum(mask, axis=1) - 1, 0), dtype)
         if name == "token_type_ids":
+            if not self.pad_type_id and all(map(self._has_type_0, encodings)):
+                return np.zeros(mask.shape, dtype)
             rows, padding = [encoding.type_ids for encoding in encodings], self.pad_type_id
         else:
             rows, padding = [encoding.ids for encoding in encodings], self.pad_id or 0

@@ -316,7 +316,8 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
         )
     pairs = [(body.query, text) for text in body.texts]
     options = {
-        "activation": "none" if body.raw_scores else "sigmoid",
+        # A sigmoid, or for a regression the value itself, as /predict answers.
+        "activation": "none" if body.raw_scores else "auto",
         "instruction": body.instruction or None,
         "truncate": body.to_option(),
     }

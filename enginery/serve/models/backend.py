@@ -22,6 +22,7 @@ from enginery.runtime.providers.selection import Provider
 from enginery.runtime.providers.specification import parse_providers
 from enginery.runtime.tasks import manifest_task
 from enginery.runtime.tasks.batch_runner import BatchRunner
+from enginery.runtime.tasks.embed import Embed
 from enginery.runtime.tasks.generate import Generate
 from enginery.runtime.tasks.task import InputLimits, MediaTask, Row, RowTask, Task
 from enginery.runtime.tasks.tensors import Tensors
@@ -269,8 +270,8 @@ class ModelBackend(ModelFiles):
                 return
             output: Any
             (output,) = self.rows.run_stream([self.task.probe(_PROBE_TOKENS)])
-            if self.task.verb == "embed":
-                self.dim = int(output.shape[0])
+            if isinstance(self.task, Embed):
+                self.dim = self.task.kept_dimensions(int(output.shape[0]))
         except InputError as error:
             raise ProviderError(f"{self.artifact.path} does not run: {error.message}") from error
 

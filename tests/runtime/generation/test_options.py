@@ -91,8 +91,10 @@ def test_length_is_bounded_by_the_models_positions():
         ({"penalty_alpha": 0.6}, "penalty_alpha: 0.6 is not supported"),
         ({"num_beams": 0}, "num_beams: found 0"),
         ({"num_beams": 65}, "num_beams: found 65; .*less than or equal to 64"),
-        ({"temperature": 0}, "temperature: found 0"),
-        ({"top_p": 1.5}, "top_p: found 1.5"),
+        ({"temperature": 0, "do_sample": True}, "temperature: found 0"),
+        ({"top_p": 1.5, "do_sample": True}, "top_p: found 1.5"),
+        ({"top_k": -1, "do_sample": True}, "top_k: found -1"),
+        ({"min_p": 0.1, "do_sample": True}, "min_p: 0.1 is not supported"),
         ({"bad_words_ids": [[]]}, "bad_words_ids"),
         ({"stop_strings": [""]}, "stop_strings"),
         ({"early_stopping": "sometimes"}, "early_stopping"),
@@ -111,6 +113,8 @@ def test_invalid_arguments_are_errors(arguments, message):
     [
         ({"guidance_scale": 2.0}, r"generation_config\.json: guidance_scale is 2.0, .*not supp"),
         ({"num_beam_groups": 2}, "num_beam_groups is 2"),
+        ({"typical_p": 0.9, "do_sample": True}, "typical_p is 0.9, which is not supported"),
+        ({"temperature": 0.0, "do_sample": True}, r"generation_config\.json: temperature: found 0"),
         ({"max_length": "many"}, r"generation_config\.json: max_length: found 'many'"),
         ({"eos_token_id": [-1]}, "eos_token_id"),
     ],
@@ -122,3 +126,22 @@ def test_invalid_files_are_errors(read, values, message):
 
 def test_defaults_of_unsupported_fields_and_unknown_keys_are_fine(read):
     assert read(**UNSUPPORTED, chat_format="x") == GenerationOptions()
+
+
+def test_null_means_what_it_means_to_transformers(read):
+    """`top_k` is off; other fields have their defaults."""
+    assert read(top_k=None).top_k == 0
+    assert read(temperature=None, top_p=None, do_sample=None, num_beams=None) == GenerationOptions()
+    assert read(guidance_scale=1.0) == read(guidance_scale=None) == GenerationOptions()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"temperature": 0.0}, {"top_k": -1}, {"top_p": 0.0}, {"min_p": 0.1}, {"typical_p": 0.5}],
+    ids=str,
+)
+def test_options_of_sampling_are_ignored_until_it_is_on(read, values):
+    for options in (read(**values), GenerationOptions().with_arguments(**values)):
+        assert not options.with_arguments(num_beams=2).do_sample
+        with pytest.raises(InputError, match=next(iter(values))):
+            options.with_arguments(do_sample=True)

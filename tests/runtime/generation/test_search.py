@@ -88,7 +88,18 @@ BEAMS = [
 ]
 
 
-@pytest.mark.parametrize("options", [{}, *BEAMS], ids=str)
+RENORMALIZED = [
+    {"renormalize_logits": True, "num_beams": beams, **options}
+    for beams in (1, 3)
+    for options in (
+        {},
+        {"bad_words_ids": [[7]]},
+        {"repetition_penalty": 1.5, "length_penalty": 0.6},
+    )
+]
+
+
+@pytest.mark.parametrize("options", [{}, *BEAMS, *RENORMALIZED], ids=str)
 def test_sequences_that_end_are_those_of_transformers(model, options):
     count = options.get("num_beams", 1)
     given = {"max_new_tokens": 14, "num_return_sequences": count, **options}
