@@ -410,8 +410,8 @@ def find_prompts(
     with ExitStack() as stack:
         files = dict.fromkeys(record.file for record in records)
         runners = {file: stack.enter_context(open_runner(file)) for file in files}
-        for rows, most in dict.fromkeys((fixed or rows, most) for rows, most in _BATCHES):
-            length = min(longest, most, limits.max_positions)
+        for rows, limit in dict.fromkeys((fixed or rows, limit) for rows, limit in _BATCHES):
+            length = min(longest, limit, limits.max_positions)
             missing = np.resize(_MISSING, rows) if _pads(graphs) and rows > 1 else np.zeros(rows)
             start = int(missing.max()) + 1
             if length <= start:

@@ -139,8 +139,8 @@ def find_decisions(path: Path, record: GraphRecord, limits: FeedLimits) -> Decis
             continue
         search = _Search(control, record, limits, constants)
         sizes += search.sizes()
-        found, more = search.ids()
-        ids |= found
+        special, more = search.ids()
+        ids |= special
         notes += more
     unique = list({tuple(item.items()): item for item in sizes}.values())
     unique.sort(key=_tokens)
@@ -470,14 +470,14 @@ def _ancestors(
 
 def _depending(names: Collection[str], nodes: Sequence[Any]) -> set[str]:
     """Return the values that depend on others."""
-    found = {*names}
+    dependent = {*names}
     size = -1
-    while size != len(found):
-        size = len(found)
+    while size != len(dependent):
+        size = len(dependent)
         for node in nodes:
-            if found & {*node.input}:
-                found |= {name for name in node.output if name}
-    return found
+            if dependent & {*node.input}:
+                dependent |= {name for name in node.output if name}
+    return dependent
 
 
 def _fit_shapes(
@@ -582,16 +582,16 @@ def _open(
             {int(name[len(_NUMBER) :]) for name in used if name.startswith(_NUMBER)}
         )
     ]
-    given = {value.name for value in inputs}
+    input_names = {value.name for value in inputs}
     copies = [
         _node("Identity", [name], [f"{name}{_COPY}"])
         for name in fetched
-        if name in given and name not in produced
+        if name in input_names and name not in produced
     ]
     outputs = [
-        onnx.ValueInfoProto(name=f"{name}{_COPY}" if name in given else name)
+        onnx.ValueInfoProto(name=f"{name}{_COPY}" if name in input_names else name)
         for name in fetched
-        if name in produced or name in given
+        if name in produced or name in input_names
     ]
     part = onnx.helper.make_graph(
         [*nodes, *copies], "control", [*inputs, *shapes], outputs, [*constants, *slices]
@@ -736,14 +736,14 @@ class _Search:
         self, values: Mapping[str, list[int]], base: Mapping[str, int]
     ) -> list[dict[str, int]]:
         """Return combinations of sizes of all dims."""
-        each = max(3, int(_MAX_COMBINATIONS ** (1 / max(1, len(values)))))
+        per_dim = max(3, int(_MAX_COMBINATIONS ** (1 / max(1, len(values)))))
         listed = []
         for dim, sizes in values.items():
             # The lowest, the largest, and what lies evenly between.
             grid = {2**k + 1 for k in range(3, 10) if 2**k + 1 <= self._largest[dim]}
             every = sorted({*sizes, *grid, self._largest[dim]})
-            places = np.linspace(0, len(every) - 1, min(each, len(every))).round().astype(int)
-            listed.append([every[place] for place in places])
+            indices = np.linspace(0, len(every) - 1, min(per_dim, len(every))).round().astype(int)
+            listed.append([every[index] for index in indices])
         cells = []
         for combination in itertools.product(*listed):
             cell = dict(base)
@@ -822,8 +822,8 @@ class _Search:
         values = self._values(self._control, sizes)
         if values is None:
             return None
-        most = rows * sum(size for dim, size in sizes.items() if "sequence" in dim)
-        few = [n for n in self._control.decisions if _size_of(n, values) <= most]
+        limit = rows * sum(size for dim, size in sizes.items() if "sequence" in dim)
+        few = [n for n in self._control.decisions if _size_of(n, values) <= limit]
         try:
             return self._control.of(few)
         except EngineryError:
@@ -852,7 +852,7 @@ class _Search:
             and len(spec.dims) == 2
             and all(isinstance(dim, str) for dim in spec.dims)
         ]
-        found: set[int] = set()
+        ids: set[int] = set()
         notes = []
         for spec in specs:
             vocabulary = np.arange(self._limits.vocab_size)
@@ -863,9 +863,9 @@ class _Search:
                     f"{self._record.file}: {spec.name} is changed before its table for "
                     f"{len(changed)} of {self._limits.vocab_size} ids, which were compared"
                 )
-            found |= changed
-            found |= special if len(special) <= _FEW_IDS else {*sorted(special)[::_STRIDE]}
-        return found, notes
+            ids |= changed
+            ids |= special if len(special) <= _FEW_IDS else {*sorted(special)[::_STRIDE]}
+        return ids, notes
 
     def _run_ids(self, name: str, ids: Array) -> dict[str, Array] | None:
         """Run the control part with a row of two tokens for each id, the second always the same."""
@@ -893,7 +893,7 @@ class _Search:
         usual = self._run_ids(name, np.full_like(vocabulary, self._usual[0]))
         if values is None or usual is None:
             return set()
-        found: set[int] = set()
+        special: set[int] = set()
         for node, steps in zip(self._control.decisions, self._steps, strict=True):
             if steps:  # what the quotient is used for tells
                 continue
@@ -902,8 +902,8 @@ class _Search:
                 continue
             if ways.ndim and len(ways) == len(vocabulary):
                 rows = (ways != others).reshape(len(vocabulary), -1).any(axis=1)
-                found |= {int(index) for index in np.flatnonzero(rows)}
-        return found
+                special |= {int(index) for index in np.flatnonzero(rows)}
+        return special
 
     def _changed_ids(self, name: str, vocabulary: Array) -> set[int]:
         """Return the ids that look up another row of the table than their own."""
@@ -912,7 +912,7 @@ class _Search:
         values = self._run_ids(name, vocabulary)
         if values is None:
             return set()
-        found: set[int] = set()
+        changed: set[int] = set()
         for _, index in self._control.tables:
             rows = values.get(index, values.get(f"{index}{_COPY}"))
             if rows is None or rows.shape != (len(vocabulary), 2):
@@ -920,8 +920,8 @@ class _Search:
             own = rows[:, 0]
             # Positions are looked up by others: all alike, or two if padding has its own.
             if len(np.unique(own)) > 2:
-                found |= {int(token_id) for token_id in vocabulary[own != vocabulary]}
-        return found
+                changed |= {int(token_id) for token_id in vocabulary[own != vocabulary]}
+        return changed
 
 
 def _ways(node: Any, values: Mapping[str, Array]) -> Array | None:

@@ -48,7 +48,7 @@ class Sizes:
 
     @property
     def encoded(self) -> str:
-        return self._size(1, "hidden_states")
+        return self._size(1, "encoder_attention_mask", "hidden_states")
 
     @property
     def mask(self) -> str:
