@@ -234,6 +234,7 @@ def check_exported_graph(path: Path, model: Any = None, *, name: str = "") -> No
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise ExportError(f"{name} is not valid ONNX: {error}") from error
     model = load_graph(path) if model is None else model
+    check_tensors(name, model)
     for value in model.graph.input:
         if not value.type.tensor_type.HasField("shape"):
             raise ExportError(
@@ -245,6 +246,55 @@ def check_exported_graph(path: Path, model: Any = None, *, name: str = "") -> No
                     f"{name}: dim {axis} of input '{value.name}' is dynamic and "
                     f"{f'named {dim!r}' if dim else 'has no name'}; expected a name such as batch."
                 )
+
+
+def check_tensors(name: str, model: Any) -> None:
+    """Raise ExportError if an input or output of a graph is a sequence, a map or another container.
+
+    Args:
+        name: what the message calls the file.
+        model: the `onnx.ModelProto`.
+    """
+    for role, values in (("input", model.graph.input), ("output", model.graph.output)):
+        for value in values:
+            kind = value.type.WhichOneof("value")
+            if kind in ("tensor_type", None):  # the checker reports one without a type
+                continue
+            producer = next((n.op_type for n in model.graph.node if value.name in n.output), "")
+            raise ExportError(
+                f"{name}: the {role} '{value.name}' is {_describe_type(value.type)}; expected a "
+                "tensor.",
+                do=_CONTAINER_REMEDIES.get(
+                    producer,
+                    f"Change the file so that this {role} is a tensor: take SequenceConstruct, "
+                    "SplitToSequence or Optional out, or return the tensors one by one.",
+                ),
+            )
+
+
+_CONTAINER_REMEDIES = {
+    "ZipMap": "Convert the model again without ZipMap: with skl2onnx, "
+    "to_onnx(model, X, options={'zipmap': False}); with onnxmltools, "
+    "convert_…(model, …, zipmap=False). The output is then a tensor of probabilities.",
+}
+"""Operator that makes a container -> what to do."""
+
+
+def _describe_type(type_proto: Any) -> str:
+    """Return a type in words: `a sequence of (a map from int64 to a tensor of float32)`."""
+    kind = type_proto.WhichOneof("value")
+    inner = getattr(type_proto, kind) if kind else type_proto
+    if kind == "sequence_type":
+        return f"a sequence of ({_describe_type(inner.elem_type)})"
+    if kind == "optional_type":
+        return f"an optional ({_describe_type(inner.elem_type)})"
+    if kind == "map_type":
+        key = _DTYPES.get(inner.key_type, "unknown")
+        return f"a map from {key} to {_describe_type(inner.value_type)}"
+    if kind in ("tensor_type", "sparse_tensor_type"):
+        noun = "a tensor" if kind == "tensor_type" else "a sparse tensor"
+        return f"{noun} of {_DTYPES.get(inner.elem_type, 'unknown')}"
+    return "of another type"
 
 
 def is_readable(dim: Dim) -> bool:

@@ -1,8 +1,9 @@
 """Import an existing `.onnx` file with its external data and the files beside it.
 
-The graph stays as it is, but for two things. Dynamic dims of inputs that have no name, or one that
-no command line takes (`DynamicDimension.0`), get names, since profiles, engines and requests refer
-to dims by name. And with `--opset`, the graph is converted.
+The graph stays as it is, but for three things. Dynamic dims of inputs that have no name, or one
+that no command line takes (`DynamicDimension.0`), get names, since profiles, engines and requests
+refer to dims by name. Weights that old files list among the inputs are inputs no more. And with
+`--opset`, the graph is converted.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from enginery.export.graphs import (
     ExportedModel,
     TracedInputs,
     base_sizes,
+    check_tensors,
     is_readable,
     record_graph,
 )
@@ -58,7 +60,8 @@ def import_onnx(source: Path, config: ExportConfig, out: Path) -> ExportedModel:
     """Copy the graph as `model.onnx`, its external data under their own names, and side files.
 
     Raises:
-        ExportError: the external data would overwrite the graph.
+        ExportError: the external data would overwrite the graph, or an input or output of the graph
+            is no tensor.
         OptionError: `dims` do not fit the graph's inputs.
         SourceError: external data is missing or is outside the model's directory, or the
             config.json beside the graph is malformed.
@@ -83,6 +86,7 @@ def import_onnx(source: Path, config: ExportConfig, out: Path) -> ExportedModel:
     settings = ModelConfig.read(source.parent, error=SourceError)
     if has_side_files:
         copy_side_files(source.parent, out, code=False, config=True)
+    weights = take_weights_out_of_inputs(out / "model.onnx", name=source.name)
     named = name_input_dims(out / "model.onnx", config.dims)
     traced = _write_image_settings(out, config)
     return ExportedModel(
@@ -92,7 +96,7 @@ def import_onnx(source: Path, config: ExportConfig, out: Path) -> ExportedModel:
         library="onnx",
         traced={"model.onnx": traced},
         config=settings,
-        notes=[f"imported from {source.name}", *named],
+        notes=[f"imported from {source.name}", *weights, *named],
         imported=source.name,
     )
 
@@ -148,6 +152,46 @@ def _write_image_settings(out: Path, config: ExportConfig) -> TracedInputs:
     traced = {sides[name]: side for name, side in size.items()}
     shape = (traced.get(dim, dim) if isinstance(dim, str) else dim for dim in spec.dims[1:])
     return TracedInputs({spec.name: (1, *(side for side in shape if isinstance(side, int)))})
+
+
+def take_weights_out_of_inputs(path: Path, *, name: str) -> list[str]:
+    """Remove the graph's initializers from its inputs, and save the file if there are any.
+
+    ONNX before IR version 4 lists every weight among the inputs. A caller could replace such a
+    weight, so that ONNX Runtime folds nothing into it, and passes must not change it.
+
+    Args:
+        path: the ONNX file.
+        name: what the error calls it.
+
+    Returns:
+        A note if an input was removed.
+
+    Raises:
+        ExportError: an input or output is no tensor.
+    """
+    model = load_graph(path)
+    check_tensors(name, model)
+    stored = {tensor.name for tensor in model.graph.initializer}
+    stored |= {tensor.values.name for tensor in model.graph.sparse_initializer}
+    values = list(model.graph.input)
+    inputs = [value for value in values if value.name not in stored]
+    count = len(values) - len(inputs)
+    if not count:
+        return []
+    if not inputs:
+        raise ExportError(
+            f"{name}: every input has a default value, so the graph computes the same each time.",
+            do="Export it again with the default of its input left out.",
+        )
+    del model.graph.input[:]
+    model.graph.input.extend(inputs)
+    # Before version 4, every initializer has to be an input.
+    model.ir_version = max(model.ir_version, 4)
+    onnx.save(model, str(path))
+    names = [value.name for value in values if value.name in stored]
+    listed = ", ".join(names[:3]) + (f" and {count - 3} more" if count > 3 else "")
+    return [f"no longer inputs, since the file has values for them: {listed}"]
 
 
 def name_input_dims(path: Path, dims_option: Sequence[str] = ()) -> list[str]:

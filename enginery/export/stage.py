@@ -28,7 +28,7 @@ from enginery.core.subprocess import run_in_subprocess
 from enginery.export.config import DEFAULT_OPSET, ExportConfig
 
 STAGE = "export"
-STAGE_VERSION = "11"
+STAGE_VERSION = "12"
 """Incremented when the same inputs yield another artifact; part of the fingerprint."""
 
 TOOLS = ("torch", "transformers", "optimum", "optimum-onnx", "onnx")

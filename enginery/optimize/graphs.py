@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import onnx_ir as ir
+
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ExportError, OptionError, nearest
@@ -132,6 +134,39 @@ def optimize_graphs(
         if config.target == "tensorrt":
             _parse_with_tensorrt(out, record, result)
     return result
+
+
+def require_low_nodes(
+    artifact: Artifact, config: OptimizeConfig, records: Sequence[GuardRecord]
+) -> None:
+    """Raise ExportError if graphs were cast, and no node of them computes in the low precision."""
+    if not records or any(record.low_nodes for record in records):
+        return
+    remedy = "Optimize it with --precision fp32."
+    kept = [(node, reason) for record in records for node, reason in record.kept.items()]
+    if kept:
+        node, reason = kept[0]
+        why = f"all {len(kept)} nodes with floats stay FP32, such as {node}: {reason}"
+    elif any(_has_float64(artifact.path / record.file) for record in artifact.manifest.graphs):
+        why = "it computes in float64, and only float32 is cast"
+        remedy += (
+            " Or convert the file's weights, inputs and outputs to float32, and export that file."
+        )
+    else:
+        why = "it has no node with floats"
+    names = ", ".join(record.file for record in artifact.manifest.graphs)
+    raise ExportError(
+        f"{artifact.path}: no node of {names} can compute in {config.precision}: {why}.",
+        do=remedy,
+    )
+
+
+def _has_float64(path: Path) -> bool:
+    return any(
+        value.const_value is not None and value.dtype == ir.DataType.DOUBLE
+        for graph in read_graph(path).graphs()
+        for value in graph.initializers.values()
+    )
 
 
 def _check_keep_fp32(artifact: Artifact, config: OptimizeConfig) -> None:

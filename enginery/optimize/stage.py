@@ -26,12 +26,12 @@ from enginery.core.shapes import TensorSpec
 from enginery.core.subprocess import peak_rss_bytes
 from enginery.core.temporary import temporary_directory
 from enginery.optimize.config import OptimizeConfig, check_options
-from enginery.optimize.graphs import OptimizedGraphs, optimize_graphs
+from enginery.optimize.graphs import OptimizedGraphs, optimize_graphs, require_low_nodes
 from enginery.optimize.guard import GuardRecord, describe_origin
 from enginery.reports.base import Report
 
 STAGE = "optimize"
-STAGE_VERSION = "5"
+STAGE_VERSION = "6"
 """Incremented when the same inputs yield another artifact; part of the fingerprint."""
 TOOLS = ("onnx", "onnx-ir", "onnxscript", "numpy", "tokenizers")
 _FUSION_TOOLS = ("optimum", "optimum-onnx", "transformers")
@@ -116,6 +116,7 @@ def run(
     ):
         artifact.copy_side_files(directory)
         optimized = optimize_graphs(artifact, config, directory, scratch, progress=progress)
+        require_low_nodes(artifact, config, optimized.records)
         report = OptimizationReport(
             passed=optimized.passed,
             summary=optimized.problem

@@ -78,7 +78,7 @@ from enginery.runtime.decoder_graphs import answer_graph, find_encoder_decoder, 
 from enginery.runtime.machine import read_cpuinfo, usable_cpus
 
 STAGE = "quantize"
-STAGE_VERSION = "15"
+STAGE_VERSION = "16"
 """Incremented when the same inputs give a different artifact; part of the fingerprint."""
 
 REPORT = f"{REPORTS}/{QuantizationReport.FILE}"

@@ -9,15 +9,16 @@ A deviation is not yet a fault: some models read padded positions in PyTorch, to
 over the sequence). So the validate stage compares shapes that deviate with PyTorch, and only that
 result counts.
 
-Two dims are scanned: the batch size, with short rows, and the length, with two rows. The length is
-the dim that a padding mask covers: `sequence` in an encoder, `past_sequence` in a decoder with a KV
-cache, `encoder_sequence` in a decoder that attends to an encoder.
+Two dims are scanned: the batch size, with short rows, and the length, with two rows; then both in
+powers of two, and wherever the graph's own decisions change. The length is the dim that a padding
+mask covers: `sequence` in an encoder, `past_sequence` in a decoder with a KV cache,
+`encoder_sequence` in a decoder that attends to an encoder.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -33,6 +34,7 @@ from enginery.core.shapes import Profile, TensorSpec, dim_terms, dynamic_dims
 from enginery.core.tolerance import QuantizedTolerance
 from enginery.reports.validation import GraphCoverage, ValidationCaseResult
 from enginery.runtime.engines.padding import dim_sizes
+from enginery.validate.cases.decisions import Decisions
 from enginery.validate.cases.sweep import LONGEST, ValidationCase, sweep_sizes
 from enginery.validate.compare import GraphComparison
 from enginery.validate.config import Effort
@@ -70,6 +72,8 @@ _EVERY_LENGTH = {"quick": 8, "normal": 40, "thorough": LONGEST}
 """Effort -> length up to which every length runs. Beyond, powers of two and their neighbours do."""
 _EVERY_BATCH = {"quick": (8, 33), "normal": (33, 65), "thorough": (129, 257)}
 """Effort -> batch size up to which every size runs, and the largest one."""
+_TOGETHER = {"quick": 128, "normal": 512, "thorough": 128 * 512}
+"""Effort -> tokens of the largest batch of the combinations of batch sizes and lengths."""
 _BATCHES_OF_IMAGES = {
     "quick": (2, 3, 9, 17),
     "normal": (2, 3, 8, 17, 32, 33),
@@ -153,7 +157,7 @@ class ConsistencyScan:
         limits: FeedLimits,
         *,
         engines: Sequence[Profile] = (),
-        sizes: Collection[int] = (),
+        decisions: Decisions | None = None,
         seed: int,
     ) -> None:
         """Prepare the scan of a graph.
@@ -164,12 +168,13 @@ class ConsistencyScan:
             limits: limits on its inputs.
             engines: profiles of the engines that run it. If they take no single row, a row "alone"
                 is a batch of the same row.
-            sizes: numbers in the graph that may be sizes at which it begins to do something else;
-                they run with their neighbours.
+            decisions: what the graph decides from sizes: they run, and so do the numbers that it
+                holds, with their neighbours.
             seed: random seed for the rows.
         """
         # A graph that treats some length differently holds that length.
-        self._special = {size + step for size in sizes for step in (-1, 0, 1)}
+        self._decisions = decisions or Decisions()
+        self._special = {n + step for n in self._decisions.constants for step in (-1, 0, 1)}
         self._run = run
         self._record = record
         self._limits = limits
@@ -208,9 +213,34 @@ class ConsistencyScan:
         # With one row, there would be no other to depend on.
         two = self._fixed or max(2, self._copies)
         by_length = [ScanShape(two, size) for size in sorted(lengths) if size >= self._shortest]
-        return list(
-            dict.fromkeys([*by_length, *(ScanShape(size, short) for size in sorted(batches))])
-        )
+        by_batch = [ScanShape(size, short) for size in sorted(batches)]
+        together = self._together(effort) if not self._fixed else []
+        return list(dict.fromkeys([*by_length, *by_batch, *together, *self._decided()]))
+
+    def _together(self, effort: Effort) -> list[ScanShape]:
+        """Return combinations of powers of two for both sizes: ragged batches, as they are served.
+
+        The graph's decisions are known for all larger ones, see `cases/decisions.py`; these runs
+        show what kernels do.
+        """
+        batches = [2**k for k in range(2, 8)]
+        lengths = [2**k for k in range(3, 10) if self._shortest <= 2**k <= self._longest]
+        return [
+            ScanShape(batch, length)
+            for batch in batches
+            for length in lengths
+            if batch * length <= _TOGETHER[effort] and batch >= self._copies
+        ]
+
+    def _decided(self) -> list[ScanShape]:
+        """Return the shapes at which the graph begins to do something else."""
+        shapes = []
+        for sizes in self._decisions.sizes:
+            rows = [size for dim, size in sizes.items() if dim == self._batch_dim]
+            length = sizes.get(self.dim, 0)
+            if rows and length >= self._shortest and rows[0] >= max(2, self._copies):
+                shapes.append(ScanShape(rows[0], length))
+        return shapes
 
     def _batch_sizes(self, effort: Effort, profiles: Sequence[Profile]) -> set[int]:
         if self._fixed:

@@ -8,23 +8,30 @@ shows in the next step, and so do positions and masks that disagree with it.
 A decoder alone gets prompts of different lengths, padded on the left, whose positions count from
 the first real token. An encoder-decoder gets inputs of the encoder that are padded on the right;
 its graphs run one after the other, as in generation.
+
+PyTorch decodes few tokens, because it is slow. So the graph is first compared with itself: a prompt
+that runs at once leaves the same keys, values and logits as the same tokens one by one
+(`find_prompts`). One run at once and one token by token show every length of a past; prompts of
+several lengths run at once. Where the two differ, PyTorch decodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.artifact.manifest import GraphRecord
+from enginery.core.errors import InputError
 from enginery.core.model.feeds import FeedLimits, Feeds, make_feeds
 from enginery.core.progress import Progress
-from enginery.core.shapes import TensorSpec, dim_terms, dynamic_dims
+from enginery.core.shapes import PAST, TensorSpec, dim_terms, dynamic_dims
 from enginery.reports.validation import ValidationCaseResult
 from enginery.runtime.decoder_graphs import (
     ENCODER_STATES,
@@ -36,8 +43,9 @@ from enginery.runtime.decoder_graphs import (
     of_encoder,
     present_name,
 )
-from enginery.validate.cases.sweep import ValidationCase, sweep_sizes
+from enginery.validate.cases.sweep import LONGEST, ValidationCase, sweep_sizes
 from enginery.validate.compare import ComparisonLimits, GraphComparison
+from enginery.validate.config import Effort
 from enginery.validate.reference import ReferenceOutputs, ReferenceRun
 
 Array = NDArray[Any]
@@ -54,6 +62,22 @@ _ROWS = 4
 
 _ROOM = 64
 """Positions of a cache of fixed size behind the prompt, for the tokens of the steps."""
+
+_ONE_BY_ONE: dict[Effort, int] = {"quick": 48, "normal": 192, "thorough": LONGEST}
+"""Effort -> tokens that run one by one. Small graphs run as many as the model has positions."""
+_SMALL_BYTES = 64 << 20
+
+_BATCHES = ((1, LONGEST), (_ROWS, LONGEST), (17, 24))
+"""Rows, and the longest prompt, of the batches that run at once and token by token."""
+_MISSING = (0, 1, 3, 7)
+"""By how many tokens the prompts of such a batch are shorter than the longest, in turn."""
+_COMPARED_LOGITS = 512
+"""Number of logits of each step that are kept: all of a vocabulary take gigabytes."""
+_FOLLOWED = 3
+"""Lengths of a batch at which PyTorch decodes, where a run at once differs."""
+
+_SUSPICIOUS = {"fp32": 1e-3, "fp16": 3e-2, "bf16": 1e-1}
+"""Difference, by the largest value, from which on PyTorch has to decide."""
 
 _TEXT_INPUTS = ("input_ids", "attention_mask", "position_ids")
 
@@ -105,48 +129,86 @@ class Sequences:
         ]
 
 
-def make_sequences(graphs: DecoderGraphs, limits: FeedLimits, *, seed: int) -> list[Sequences]:
+def make_sequences(
+    graphs: DecoderGraphs,
+    limits: FeedLimits,
+    *,
+    seed: int,
+    more: Sequence[tuple[int, int]] = (),
+) -> list[Sequences]:
     """Return prompts of one token and of many, alone and in a batch.
 
     Args:
         graphs: the graphs.
         limits: limits on their inputs.
         seed: random seed for the tokens.
+        more: rows and lengths of more prompts.
     """
     # The steps after the prompt need positions, too.
     longest = max(1, min(_PROMPT, limits.max_positions - STEPS))
+    # One row shows errors of the cache; several, those of padding and of mixed rows.
+    fixed = _fixed_rows(graphs)
+    rows = [fixed] if fixed else [1, _ROWS]
+    shapes = [(rows[0], 1), *((batch, longest) for batch in rows if longest > 1)]
+    shapes += [(fixed or batch, prompt) for batch, prompt in more]
+    return [
+        _make_prompts(graphs, limits, batch, prompt, seed=seed + index)
+        for index, (batch, prompt) in enumerate(dict.fromkeys(shapes))
+    ]
+
+
+def _make_prompts(
+    graphs: DecoderGraphs, limits: FeedLimits, batch: int, prompt: int, *, seed: int
+) -> Sequences:
+    """Return a batch of prompts of up to `prompt` tokens, and the tokens of the steps."""
+    # From a row without padding to one of a single token.
+    pads = _pads(graphs)
+    lengths = np.linspace(prompt, 1, batch).round().astype(int) if pads else [prompt] * batch
+    missing = prompt - np.asarray(lengths)
+    ids, mask = _draw(graphs, limits, missing, prompt + STEPS, seed)
+    return Sequences(
+        _describe(batch, prompt, padded=pads and batch > 1),
+        ids,
+        mask,
+        _encoder_feeds(graphs, limits, batch, seed),
+    )
+
+
+def _fixed_rows(graphs: DecoderGraphs) -> int:
+    """Return the only batch that the decoder takes; 0 if it takes any."""
+    spec = next(spec for spec in graphs.first.inputs if spec.name == "input_ids")
+    return spec.dims[0] if isinstance(spec.dims[0], int) else 0
+
+
+def _pads(graphs: DecoderGraphs) -> bool:
+    """Return True if prompts are padded: of decoders alone, on the left.
+
+    Else the encoder's inputs are, on the right.
+    """
+    masked = any(spec.name == "attention_mask" for spec in graphs.first.inputs)
+    return graphs.encoder is None and masked
+
+
+def _draw(
+    graphs: DecoderGraphs, limits: FeedLimits, missing: Array, length: int, seed: int
+) -> tuple[Array, Array]:
+    """Return ids and mask, int64 (batch, length), of rows that are padded on the left."""
     spec = next(spec for spec in graphs.first.inputs if spec.name == "input_ids")
     batch_dim, length_dim = spec.dims
-    # One row shows errors of the cache; several, those of padding and of mixed rows.
-    rows = [batch_dim] if isinstance(batch_dim, int) else [1, _ROWS]
-    # Only decoders alone are padded here, on the left; else the encoder's inputs are, on the right.
-    pads = graphs.encoder is None and any(s.name == "attention_mask" for s in graphs.first.inputs)
-    sequences = []
-    for index, (batch, prompt) in enumerate(
-        [(rows[0], 1), *((batch, longest) for batch in rows if longest > 1)]
-    ):
-        sizes = {str(batch_dim): batch, str(length_dim): prompt + STEPS}
-        drawn = make_feeds([spec], sizes, limits, seed=seed + index)[spec.name]
-        # From a row without padding to one of a single token.
-        lengths = np.linspace(prompt, 1, batch).round().astype(int) if pads else [prompt] * batch
-        # bool (batch, positions): False for the padding on the left.
-        mask = np.arange(prompt + STEPS) >= prompt - np.asarray(lengths)[:, None]
-        encoder: Feeds = {}
-        if graphs.encoder is not None:
-            names = dynamic_dims(graphs.encoder.inputs)
-            sizes = sweep_sizes(names, limits, batch=batch, sequence=_PROMPT)
-            encoder = make_feeds(
-                graphs.encoder.inputs, sizes, limits, seed=seed + index, ragged=batch > 1
-            )
-        sequences.append(
-            Sequences(
-                _describe(batch, prompt, padded=pads and batch > 1),
-                np.where(mask, drawn, limits.pad_token_id),
-                mask.astype(np.int64),
-                encoder,
-            )
-        )
-    return sequences
+    sizes = {str(batch_dim): len(missing), str(length_dim): length}
+    drawn = make_feeds([spec], sizes, limits, seed=seed)[spec.name]
+    # False for the padding on the left.
+    mask = np.arange(length) >= missing[:, None]
+    return np.where(mask, drawn, limits.pad_token_id), mask.astype(np.int64)
+
+
+def _encoder_feeds(graphs: DecoderGraphs, limits: FeedLimits, batch: int, seed: int) -> Feeds:
+    """Return the encoder's inputs, of rows of different lengths; none without an encoder."""
+    if graphs.encoder is None:
+        return {}
+    names = dynamic_dims(graphs.encoder.inputs)
+    sizes = sweep_sizes(names, limits, batch=batch, sequence=_PROMPT)
+    return make_feeds(graphs.encoder.inputs, sizes, limits, seed=seed, ragged=batch > 1)
 
 
 def _describe(batch: int, prompt: int, *, padded: bool) -> str:
@@ -205,6 +267,11 @@ class _Decoder:
     def resume(self, feeds: Feeds) -> dict[str, Array]:
         """Run the next token."""
         return self._run(self._graphs.later, feeds, resume=True)
+
+    @property
+    def cache(self) -> Feeds:
+        """The keys and values that the next step will get, by the names of its inputs."""
+        return self._cache
 
     def _run(self, record: GraphRecord, feeds: Feeds, *, resume: bool) -> dict[str, Array]:
         inputs = {spec.name: self._input(spec, feeds, resume=resume) for spec in record.inputs}
@@ -311,6 +378,149 @@ class _FixedCacheDecoder(_Decoder):
             return self._cache[spec.name] if spec.name in self._cache else available[spec.name]
         sizes = {"batch": len(available["input_ids"]), "buffer": self._positions}
         return np.zeros(spec.shape(sizes), spec.dtype)
+
+
+def find_prompts(
+    graphs: DecoderGraphs,
+    limits: FeedLimits,
+    open_runner: Callable[[str], AbstractContextManager[Run]],
+    *,
+    special: Collection[int],
+    longest: int,
+    precision: str,
+    seed: int,
+) -> list[tuple[int, int]]:
+    """Return rows and lengths of prompts at which a run at once differs from one token by token.
+
+    Args:
+        graphs: the graphs.
+        limits: limits on their inputs.
+        open_runner: opens the graph of a file.
+        special: lengths that run at once, besides powers of two and their neighbours.
+        longest: number of tokens that run one by one.
+        precision: the precision of the graphs.
+        seed: random seed for the tokens.
+
+    Raises:
+        ProviderError: a graph cannot be loaded.
+    """
+    records = (graphs.first, graphs.later, *([graphs.encoder] if graphs.encoder else []))
+    suspicious: list[tuple[int, int]] = []
+    fixed = _fixed_rows(graphs)
+    with ExitStack() as stack:
+        files = dict.fromkeys(record.file for record in records)
+        runners = {file: stack.enter_context(open_runner(file)) for file in files}
+        for rows, limit in dict.fromkeys((fixed or rows, limit) for rows, limit in _BATCHES):
+            length = min(longest, limit, limits.max_positions)
+            missing = np.resize(_MISSING, rows) if _pads(graphs) and rows > 1 else np.zeros(rows)
+            start = int(missing.max()) + 1
+            if length <= start:
+                continue
+            ids, mask = _draw(graphs, limits, missing, length, seed)
+            tokens = Sequences("", ids, mask, _encoder_feeds(graphs, limits, rows, seed))
+            powers = {2**k + step for k in range(length.bit_length()) for step in (0, 1)}
+            at_once = sorted(n for n in {*powers, *special, length} if start < n <= length)
+            decoder = _Decoder(graphs, runners)
+            scan = _PromptScan(decoder, graphs, tokens, _SUSPICIOUS.get(precision, 0.2))
+            try:
+                differing = scan.run(start, at_once)
+            except InputError:  # the graph fails: what PyTorch decodes shows it
+                differing = [length]
+            # The largest prompt and the smallest, and what lies between.
+            ends = sorted({*differing})
+            chosen = [*ends[:_FOLLOWED], *ends[_FOLLOWED:][-1:]]
+            suspicious += [(rows, n) for n in chosen if n + STEPS <= limits.max_positions]
+            suspicious += [
+                (rows, limits.max_positions - STEPS)
+                for n in chosen
+                if n + STEPS > limits.max_positions > STEPS
+            ]
+    return list(dict.fromkeys(suspicious))
+
+
+def scanned_length(effort: Effort, limits: FeedLimits, graph: Path) -> int:
+    """Return the number of tokens that run one by one."""
+    if effort == "normal" and graph.stat().st_size < _SMALL_BYTES:
+        return min(LONGEST, limits.max_positions)
+    return min(_ONE_BY_ONE[effort], limits.max_positions)
+
+
+@dataclass(frozen=True)
+class _PromptScan:
+    """Compares runs of a prompt at once with the same tokens one by one."""
+
+    decoder: _Decoder
+    graphs: DecoderGraphs
+    tokens: Sequences
+    suspicious: float
+
+    def run(self, start: int, at_once: Sequence[int]) -> list[int]:
+        """Return the lengths of prompts, and of pasts before one token, that differ.
+
+        Args:
+            start: tokens of the first run, after which one follows the other.
+            at_once: lengths of the prompts that run at once.
+        """
+        length = self.tokens.ids.shape[1]
+        stepwise = replace(self.tokens, steps=length - start)
+        logits = {start: self._last_logits(self.decoder.start(stepwise.feeds(self.graphs, 0)))}
+        for step in range(1, stepwise.steps + 1):
+            outputs = self.decoder.resume(stepwise.feeds(self.graphs, step))
+            logits[start + step] = self._last_logits(outputs)
+        cache = self._own_cache()
+        differing: set[int] = set()
+        for count in at_once:
+            prompt = replace(
+                self.tokens,
+                ids=self.tokens.ids[:, :count],
+                mask=self.tokens.mask[:, :count],
+                steps=0,
+            )
+            outputs = self.decoder.start(prompt.feeds(self.graphs, 0))
+            if self._differ(self._last_logits(outputs), logits[count]):
+                differing |= {count - 1, count}
+            if (position := self._first_differing(cache, count)) is not None:
+                # Either may be wrong: the prompt, or the token after a past of this length.
+                differing |= {max(1, position), count}
+        return sorted(differing)
+
+    def _last_logits(self, outputs: Mapping[str, Array]) -> Array:
+        return np.asarray(outputs[LOGITS][:, -1, :_COMPARED_LOGITS], np.float32)
+
+    def _own_cache(self) -> dict[str, Array]:
+        """Return the decoder's own keys and values, as float32 (batch, positions, …)."""
+        arrays = {}
+        for spec in self.graphs.later.inputs:
+            if is_past(spec.name) and not is_cross_attention(spec.name):
+                grows = [
+                    axis
+                    for axis, dim in enumerate(spec.dims)
+                    if axis and any(term.startswith(PAST) for term in dim_terms(dim))
+                ]
+                array = self.decoder.cache[spec.name]
+                if len(grows) == 1 and array.dtype.kind == "f":
+                    arrays[spec.name] = np.moveaxis(array, grows[0], 1).astype(np.float32)
+        return arrays
+
+    def _first_differing(self, cache: Mapping[str, Array], count: int) -> int | None:
+        """Return the first position whose keys or values differ; None if none do."""
+        real = self.tokens.mask[:, :count] != 0
+        first: int | None = None
+        for name, array in self._own_cache().items():
+            other = cache[name][:, :count]
+            if array.shape != other.shape:
+                return 0
+            error = np.abs(array - other).reshape(*real.shape, -1).max(axis=2)
+            largest = float(np.abs(other[real]).max())
+            # NaN is larger than any limit.
+            wrong = ~(error <= self.suspicious * largest) & real
+            if wrong.any():
+                position = int(np.flatnonzero(wrong.any(axis=0))[0])
+                first = position if first is None else min(first, position)
+        return first
+
+    def _differ(self, mine: Array, other: Array) -> bool:
+        return not bool(np.abs(mine - other).max() <= self.suspicious * np.abs(other).max())
 
 
 def usable_decoders(

@@ -15,8 +15,8 @@ from __future__ import annotations
 import hashlib
 import shutil
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -70,6 +70,7 @@ from enginery.runtime.providers.selection import Provider, choose_providers
 from enginery.runtime.providers.specification import ProviderSpec, format_providers, parse_providers
 from enginery.runtime.text.tokenizer import TextTokenizer
 from enginery.validate.answers import compare_answers
+from enginery.validate.cases.decisions import Decisions, find_decisions
 from enginery.validate.cases.engines import reachable_profiles, split_by_profiles
 from enginery.validate.cases.positions import longest_compared, threshold_cases
 from enginery.validate.cases.real_inputs import check_data_usable, real_cases
@@ -83,7 +84,14 @@ from enginery.validate.compare import ComparisonLimits, GraphComparison, RealAns
 from enginery.validate.config import ValidateConfig, check_options
 from enginery.validate.consistency import ConsistencyScan, scan_notes
 from enginery.validate.declared_precision import check_declared_precision
-from enginery.validate.decoding import compare_decoding, make_sequences, usable_decoders
+from enginery.validate.decoding import (
+    Run,
+    compare_decoding,
+    find_prompts,
+    make_sequences,
+    scanned_length,
+    usable_decoders,
+)
 from enginery.validate.embeddings import EmbeddingComparison
 from enginery.validate.generation import (
     GeneratedTexts,
@@ -102,7 +110,7 @@ if TYPE_CHECKING:
     from enginery.validate.random_numbers import GivenNumbers
 
 STAGE = "validate"
-STAGE_VERSION = "23"
+STAGE_VERSION = "24"
 REPORT = f"{REPORTS}/{ValidationReport.FILE}"
 TOOLS = ("torch", "transformers", "optimum-onnx", "numpy", "tokenizers", "pillow")
 
@@ -330,6 +338,10 @@ class _Comparison:
     scratch: Path
     """Directory for the reference's outputs and for graphs without rounding."""
     progress: Progress
+    decisions: Decisions = field(default_factory=Decisions)
+    """What the graph that is compared now decides from sizes and ids."""
+    lengths: set[int] = field(default_factory=set)
+    """Lengths at which any graph begins to do something else."""
     providers: list[ProviderRecord] = field(default_factory=list)
     """The providers that ran the last graph."""
     coverage: list[GraphCoverage] = field(default_factory=list)
@@ -379,10 +391,24 @@ class _Comparison:
         cases = [
             *sweep_cases(record, limits, seed=seed, longest_rows=rows),
             *thresholds,
+            *self.find_decisions(record).cases(record, limits, seed=seed),
             *profile_cases(record, profiles, limits, seed=seed),
             *real,
         ]
         return cases, notes
+
+    def find_decisions(self, record: GraphRecord) -> Decisions:
+        """Find the sizes and ids at which the next graph changes what it does."""
+        path = self.reference.artifact.path / record.file
+        self.decisions = find_decisions(path, record, self.feed_limits)
+        self.notes += self.decisions.notes
+        self.lengths |= {
+            size
+            for sizes in self.decisions.sizes
+            for dim, size in sizes.items()
+            if "sequence" in dim
+        }
+        return self.decisions
 
     def run(
         self,
@@ -451,7 +477,7 @@ class _Comparison:
                     run_record,
                     self.feed_limits,
                     engines=engines,
-                    sizes=_sizes(artifact.path / record.file),
+                    decisions=self.decisions,
                     seed=config.seed,
                 )
                 results += self._scan(record, scan, profiles, comparison, results)
@@ -657,7 +683,7 @@ class _Comparison:
             results = comparison.compare(run, derived, cases)
             if scanned is not None:
                 scan = ConsistencyScan(
-                    run, derived, self.feed_limits, sizes=_sizes(path), seed=self.config.seed
+                    run, derived, self.feed_limits, decisions=self.decisions, seed=self.config.seed
                 )
                 results += self._scan(record, scan, scanned, comparison, results)
             return results
@@ -729,7 +755,8 @@ class _Comparison:
         self.notes += notes
         sequences = []
         if usable:
-            sequences += make_sequences(usable[0], self.feed_limits, seed=config.seed)
+            more = self._find_prompts(usable, open_runner)
+            sequences += make_sequences(usable[0], self.feed_limits, seed=config.seed, more=more)
         if texts:
             sequences.append(texts.sequences())
         results, notes = compare_decoding(
@@ -754,6 +781,33 @@ class _Comparison:
             else:
                 results += generated
         return results
+
+    def _find_prompts(
+        self,
+        decoders: Sequence[DecoderGraphs],
+        open_runner: Callable[[str], AbstractContextManager[Run]],
+    ) -> list[tuple[int, int]]:
+        """Return rows and lengths of prompts that a decoder runs otherwise than token by token."""
+        artifact, limits = self.reference.artifact, self.feed_limits
+        prompts: list[tuple[int, int]] = []
+        for graphs in decoders:
+            length = scanned_length(self.config.effort, limits, artifact.path / graphs.later.file)
+            with self.progress.task(f"prompts at once and token by token, {graphs.later.file}"):
+                prompts += find_prompts(
+                    graphs,
+                    limits,
+                    open_runner,
+                    special=self.lengths,
+                    longest=length,
+                    precision=artifact.manifest.precision,
+                    seed=self.config.seed,
+                )
+            if length < limits.max_positions:
+                self.notes.append(
+                    f"{graphs.later.file}: prompts were compared with single tokens up to "
+                    f"{length} of {limits.max_positions} positions"
+                )
+        return prompts
 
     def _run_reference(
         self,
@@ -811,14 +865,6 @@ def _pads_left(artifact: Artifact, record: GraphRecord) -> bool:
 def _on_cpu(providers: Sequence[Provider]) -> bool:
     """Return True if only the CPU runs a graph."""
     return {provider.name for provider in providers} == {CPU}
-
-
-def _sizes(graph: Path) -> set[int]:
-    """Return numbers in a graph that may be sizes at which it begins to do something else."""
-    from enginery.passes.ir.graph_file import read_graph  # imports onnx, slowly
-    from enginery.validate.weights.stored import find_sizes
-
-    return find_sizes(read_graph(graph), shapes=False)
 
 
 def _embeddings(artifact: Artifact, notes: list[str]) -> EmbeddingComparison | None:

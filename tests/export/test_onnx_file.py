@@ -352,6 +352,69 @@ def test_a_conversion_that_cannot_be_checked_is_an_error(tmp_path):
     assert made.manifest.graphs[0].opset == 21
 
 
+@pytest.mark.parametrize("ir_version", [3, 8])
+def test_weights_are_taken_out_of_the_inputs(tmp_path, ir_version):
+    """Files before IR version 4 list them there, where no pass may change them."""
+    path = linear(tmp_path / "mine.onnx")
+    model = onnx.load(str(path))
+    model.ir_version, model.opset_import[0].version = ir_version, 8
+    model.graph.input.insert(0, helper.make_tensor_value_info("w", TensorProto.FLOAT, (4, 3)))
+    onnx.save(model, str(path))
+    out = tmp_path / "out"
+    out.mkdir()
+    exported = import_onnx(path, ExportConfig(), out)
+    assert "no longer inputs, since the file has values for them: w" in exported.notes
+    written = onnx.load(str(out / "model.onnx"))
+    assert [value.name for value in written.graph.input] == ["x"]
+    onnx.checker.check_model(written, full_check=True)
+
+
+def sequence(inner):
+    return helper.make_sequence_type_proto(inner)
+
+
+FLOATS = helper.make_tensor_type_proto(TensorProto.FLOAT, ["batch", 3])
+
+
+@pytest.mark.parametrize(
+    ("op", "kind", "described", "remedy"),
+    [
+        (
+            "ZipMap",
+            sequence(helper.make_map_type_proto(TensorProto.INT64, FLOATS)),
+            r"a sequence of \(a map from int64 to a tensor of float32\)",
+            "'zipmap': False",
+        ),
+        (
+            "SequenceConstruct",
+            sequence(FLOATS),
+            r"a sequence of \(a tensor of float32\)",
+            "SequenceConstruct",
+        ),
+        (
+            "Optional",
+            helper.make_optional_type_proto(FLOATS),
+            r"an optional \(a tensor of float32\)",
+            "Optional",
+        ),
+    ],
+)
+def test_output_that_is_no_tensor_is_named(tmp_path, op, kind, described, remedy):
+    path = linear(tmp_path / "mine.onnx")
+    model = onnx.load(str(path))
+    domain = "ai.onnx.ml" if op == "ZipMap" else ""
+    model.graph.node.append(helper.make_node(op, ["logits"], ["probabilities"], domain=domain))
+    model.graph.output.append(helper.make_value_info("probabilities", kind))
+    onnx.save(model, str(path))
+    out = tmp_path / "out"
+    out.mkdir()
+    with pytest.raises(
+        ExportError, match=rf"mine\.onnx: the output 'probabilities' is {described}"
+    ) as info:
+        import_onnx(path, ExportConfig(), out)
+    assert remedy in info.value.do
+
+
 def test_output_that_the_task_does_not_have_is_rejected(tmp_path):
     path = linear(tmp_path / "mine.onnx", output="scores")
     with pytest.raises(ExportError, match="needs the output logits, but the graph has scores"):

@@ -51,3 +51,37 @@ def test_correct_declarations_are_accepted(exported, copied):
     half = optimize_model(artifact, target="tensorrt", precision="fp16")
     assert Artifact.open(half.path).manifest.precision == "fp16"
     assert validate_model(half).passed
+
+
+def structure(text):
+    """Return the first graph of a model as validate reads it."""
+    import onnx
+
+    from enginery.core.model.onnx_structure import read_structure
+
+    def read(path):
+        onnx.save(onnx.parser.parse_model(text), str(path))
+        return read_structure(path).graph
+
+    return read
+
+
+LOOP = """<ir_version: 10, opset_import: ["" : 20]>
+g (float[n, 2] x, int64 times, bool go) => (float[n, 2] y)
+<float[2, 2] w = {1, 2, 3, 4}, float[2] v = {1, 2}, float[2] b = {0, 0}> {
+  h = Loop (times, go, x) <body = b (int64 i, bool c, float[n, 2] s) => (bool d, float[n, 2] t) {
+    d = Identity (c)  t = MatMul (s, w) }>
+  y = LayerNormalization (h, v, b)
+}"""
+
+
+def test_weights_of_loops_and_normalizations_may_stay_fp32(tmp_path):
+    from enginery.validate.declared_precision import _computes_in, _count_weights, _weights_kept
+
+    graph = structure(LOOP)(tmp_path / "loop.onnx")
+    kept = _weights_kept(graph)
+    assert kept >= {"w", "v", "b"}
+    assert _count_weights([graph], kept) == {}
+    assert not _computes_in(graph, "fp16")
+    other = structure(LOOP.replace("y = Layer", "z = MatMul (h, w)  y = Layer"))
+    assert "w" not in _weights_kept(other(tmp_path / "other.onnx"))

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -252,10 +253,7 @@ def _values(
         values = np.broadcast_to(in_second_text & (limits.type_vocab_size > 1), shape)
     elif name.endswith("input_ids"):
         avoid = {limits.pad_token_id, limits.image_token_id, *limits.special_ids}
-        everything = np.arange(limits.vocab_size)
-        allowed = np.setdiff1d(everything, [token_id for token_id in avoid if token_id is not None])
-        # If all tokens are special, draw from all of them.
-        values = generator.choice(allowed if allowed.size else everything, shape)
+        values = generator.choice(_ordinary_ids(limits.vocab_size, frozenset(avoid)), shape)
     elif name == "audio_codes":
         values = generator.integers(0, limits.vocab_size, shape)
     elif name == "bbox":
@@ -266,6 +264,14 @@ def _values(
         values = generator.integers(0, 2, shape)
     # Not ascontiguousarray, which gives scalars a dim.
     return np.asarray(values, dtype=spec.dtype, order="C")
+
+
+@lru_cache(maxsize=4)
+def _ordinary_ids(vocab_size: int, avoid: frozenset[int | None]) -> NDArray[Any]:
+    """Return the ids that are not special, or all of them if there are no others."""
+    everything = np.arange(vocab_size)
+    allowed = np.setdiff1d(everything, [token_id for token_id in avoid if token_id is not None])
+    return allowed if allowed.size else everything
 
 
 def _pad_rows(feeds: Feeds, specs: tuple[TensorSpec, ...], limits: FeedLimits) -> None:

@@ -3,8 +3,8 @@
 The plan is made in three steps:
 
 1. A node uses the low precision if its op's schema allows it. It stays FP32 if `keep` names it, if
-   it computes positions or angles (`passes/cast/positions.py`), or if the schema does not allow the
-   type (Range, the scales of Resize).
+   it computes positions, angles or integers to compare (`passes/cast/positions.py`), or if the
+   schema does not allow the type (Range, the scales of Resize).
 2. A cheap node whose producers and consumers all stay FP32 stays FP32 too: the two Casts around it
    would cost more than FP16 saves. This repeats until nothing changes.
 3. A node without float outputs (a comparison, Shape) reads its inputs in the type in which they are
@@ -14,13 +14,13 @@ The plan is made in three steps:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
 from enginery.passes.cast.low_precision import SCHEMA_NAMES
-from enginery.passes.cast.positions import find_position_nodes
+from enginery.passes.cast.positions import LARGEST_EXACT, find_position_nodes
 from enginery.passes.ir.nodes import all_graphs
 from enginery.passes.ir.op_types import NO_FLOAT_PORTS, FloatPorts, float_ports, opset_of
 
@@ -80,8 +80,10 @@ def plan_cast(
     """
     plan = CastPlan()
     graphs = list(all_graphs(model.graph))
+    positions = find_position_nodes(model.graph, largest_exact=LARGEST_EXACT[low])
+    reasons = positions | dict.fromkeys(keep, "listed in keep_fp32")
     for graph in graphs:
-        _plan_graph(plan, graph, low, keep, dict(model.opset_imports))
+        _plan_graph(plan, graph, low, reasons, dict(model.opset_imports))
     _fill_gaps(plan, graphs)
     _plan_consumers(plan, graphs, list(model.graph.inputs) if low_io else [])
     return plan
@@ -91,10 +93,9 @@ def _plan_graph(
     plan: CastPlan,
     graph: ir.Graph,
     low: ir.DataType,
-    keep: Collection[str],
+    reasons: Mapping[str, str],
     opsets: dict[str, int],
 ) -> None:
-    positions = find_position_nodes(graph)
     for node in graph:
         ports = float_ports(node, opset_of(node, opsets))
         plan.ports[node] = NO_FLOAT_PORTS
@@ -102,10 +103,8 @@ def _plan_graph(
         # A node without floats has nothing to keep, so the report does not list it.
         if not ports.any:
             continue
-        if name in keep:
-            plan.kept[name] = "listed in keep_fp32"
-        elif name in positions:
-            plan.kept[name] = positions[name]
+        if name in reasons:
+            plan.kept[name] = reasons[name]
         elif not ports.allows(SCHEMA_NAMES[low]):
             plan.kept[name] = f"{node.op_type} has no {SCHEMA_NAMES[low]} in this opset"
         else:

@@ -91,6 +91,8 @@ def simulate_cast(
             # Filled up, because the ports of a node that stays FP32 are empty.
             low_outputs = [*plan.ports[node].outputs, *[False] * len(node.outputs)]
             for value, follows in zip(node.outputs, low_outputs, strict=False):
+                if not value.name:  # an optional output that nothing reads
+                    continue
                 if follows or (low_io and value.dtype == FLOAT and value.is_graph_output()):
                     _round_output(value, graph, low, new_name, all_uses=follows, plan=plan)
                 else:

@@ -168,9 +168,11 @@ def _interface_problem(
         return f"shape {actual.shape}, expected {reference.shape} as in {name}"
     if actual.dtype.name != dtype:
         return f"dtype {actual.dtype.name}, expected {dtype} as in the manifest"
-    # The reference is always float32. A graph may keep float32 inputs and outputs.
-    floats = {"float32", *(n for n, p in PRECISION_OF_DTYPE.items() if p == precision)}
-    expected = floats if np.issubdtype(reference.dtype, np.floating) else {reference.dtype.name}
+    expected = {reference.dtype.name}
+    # PyTorch's outputs are float32; those of a source file may be float64. A graph may keep the
+    # reference's inputs and outputs.
+    if np.issubdtype(reference.dtype, np.floating):
+        expected |= {"float32", *(n for n, p in PRECISION_OF_DTYPE.items() if p == precision)}
     if actual.dtype.name not in expected:
         return f"dtype {actual.dtype.name}, expected {' or '.join(sorted(expected))}"
     return ""

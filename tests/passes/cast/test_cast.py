@@ -166,6 +166,64 @@ def test_positions_beyond_2048_stay_exact(tmp_path):
     assert set(result.kept) == {"cast_0", "mul_1"}
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize(
+    "compare",
+    [
+        "k = Equal (f, pad)",
+        "k = Greater (f, pad)",
+        "d = Sub (f, pad)  k = Cast <to: int = 9> (d)",
+        "d = Sub (f, pad)  a = Abs (d)  k = Less (a, half)",
+        "d = Div (f, three)  n = Floor (d)  r = Sub (d, n)  k = Cast <to: int = 9> (r)",
+        "m = Mod <fmod: int = 1> (f, three)  k = Cast <to: int = 9> (m)",
+        "m = ReduceMax (f)  k = Less (f, m)",
+        "w = Where (t, f, half)  k = Equal (w, pad)",
+        """k = If (t) <
+          then_branch = a () => (bool[n] ka) { d = Sub (f, pad)  ka = Cast <to: int = 9> (d) },
+          else_branch = b () => (bool[n] kb) { kb = Equal (f, pad) }>""",
+    ],
+)
+def test_integers_are_compared_exactly(tmp_path, compare, precision):
+    """Also if the same integers are data elsewhere."""
+    text = f"""g (int64[n] i, float[n] x) => (bool[n] k, float[n] y) {{
+      f = Cast <to: int = 1> (i)  {compare}
+      s = Mul (f, small)  y = Mul (x, s) }}"""
+    constants = {"pad": 5001, "half": 0.5, "three": 3, "small": 1e-4}
+    weights = {name: np.float32(value) for name, value in constants.items()}
+    weights["t"] = np.bool_(True)
+    ids = np.array([4999, 5000, 5001, 5002, 5003])
+    before = graph(text, **weights)
+    model = graph(text, **weights)
+    result = cast_graph(model, precision)
+    assert any("compared" in reason for reason in result.kept.values())
+    if precision == "bf16":  # which the CPU does not run
+        return
+    x = np.ones(5, np.float32)
+    expected, found = (
+        run(saved(m, tmp_path / f"{index}.onnx"), i=ids, x=x)[0]
+        for index, m in enumerate((before, model))
+    )
+    assert found.tolist() == expected.tolist()
+    assert len({*found.tolist()}) == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        """(int64[n] mask) => (bool[n] k) {
+          f = Cast <to: int = 1> (mask)  k = Equal (f, pad) }""",
+        """(int64[n] i) => (bool[n] k) {
+          m = Mod (i, seven)  f = Cast <to: int = 1> (m)  k = Equal (f, pad) }""",
+        """(bool[n] i) => (bool[n] k) {
+          f = Cast <to: int = 1> (i)  d = Sub (pad, f)  k = Cast <to: int = 9> (d) }""",
+    ],
+)
+def test_small_integers_are_exact_in_fp16(text):
+    model = graph(f"g {text}", pad=np.float32(1), seven=np.int64(7))
+    infer_types(model)
+    assert find_position_nodes(model.graph) == {}
+
+
 def test_data_that_become_integers_are_no_positions():
     text = """g (float[n] x) => (int64[n] y) {
       h = Mul (x, x)  y = Cast <to: int = 7> (h) }"""

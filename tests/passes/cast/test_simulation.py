@@ -39,6 +39,55 @@ def test_stored_graph_rounds_as_its_cast_was_simulated(tmp_path, precision, kept
     assert not np.array_equal(found, exact)
 
 
+@pytest.mark.parametrize(
+    ("op", "gates", "outputs"),
+    [
+        ("LSTM", 4, ", h"),
+        ("LSTM", 4, ", , c"),
+        ("LSTM", 4, "a"),
+        ("GRU", 3, ", h"),
+        ("GRU", 3, "a"),
+        ("RNN", 1, ", h"),
+    ],
+)
+@pytest.mark.parametrize("directions", [1, 2])
+def test_recurrent_node_with_unused_outputs(tmp_path, op, gates, outputs, directions):
+    read = outputs.strip(", ")
+    direction = "bidirectional" if directions == 2 else "forward"
+    # `, h` cannot be written as text: an output without a name.
+    text = f"""g (float[t, b, 4] x) => (float[b, 8] y) {{
+      a, h{", c" if op == "LSTM" else ""} =
+        {op} <hidden_size = 8, direction = "{direction}"> (x, w, r)
+      s = ReduceSum <keepdims = 0> ({read}, {"sequence" if read == "a" else "first"})
+      y = Relu (s) }}"""
+    generator = np.random.default_rng(2)
+    weights = {
+        "w": generator.normal(size=(directions, gates * 8, 4)),
+        "r": generator.normal(size=(directions, gates * 8, 8)),
+        "first": np.int64([0]),
+        "sequence": np.int64([0, 1]),
+    }
+
+    def model():
+        recurrent = graph(text, **weights)
+        for value in recurrent.graph[0].outputs:
+            if value.name != read:
+                value.name = ""
+        return recurrent
+
+    x = generator.normal(size=(3, 2, 4)).astype(np.float32)
+    simulated = model()
+    simulate_cast(simulated, "fp16")
+    expected = run(saved(simulated, tmp_path / "simulated.onnx"), x=x)[0]
+    cast = model()
+    cast_graph(cast, "fp16")
+    found = run(saved(cast, tmp_path / "cast.onnx"), x=x)[0]
+    np.testing.assert_allclose(found, expected, atol=5e-3)
+    simulate_low_precision(cast)
+    again = run(saved(cast, tmp_path / "again.onnx"), x=x)[0]
+    np.testing.assert_allclose(again, expected, atol=5e-3)
+
+
 def test_overflow_that_the_cpu_hides(tmp_path):
     text = """g (float16[n, 8] x) => (float16[n, 8] y) {
       wide = Constant <value = float[1] {30000.0}> ()
