@@ -119,10 +119,10 @@ def stop_after(predict, monkeypatch, artifact, data, parts):
     """Run predict and let it fail once this number of parts is finished."""
     write = Journal._write_part
 
-    def ending(journal, *others):
-        if len(journal.parts) == parts:
+    def ending(journal, number, *others):
+        if number == parts:
             raise InputError("stopped")
-        return write(journal, *others)
+        return write(journal, number, *others)
 
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "_write_part", ending)

@@ -98,7 +98,7 @@ def test_windows_give_the_results_of_one_list(tiny, as_on_a_gpu, task, kind, ver
 
 def own_threads():
     """Return the threads of windows that still run; servers of other tests have some, too."""
-    names = ("enginery-prepare", "enginery-finish")
+    names = ("enginery-preprocess", "enginery-finish")
     return [thread for thread in threading.enumerate() if thread.name.startswith(names)]
 
 
@@ -129,7 +129,7 @@ def test_texts_are_tokenized_ahead_and_run_in_the_calling_thread(tiny, as_on_a_g
         monkeypatch.setattr(model.definition, "preprocess", noting_preprocess)
         monkeypatch.setattr(type(model._runner), "__call__", noting_run)
         as_on_a_gpu(model).embed(TEXTS)
-        assert tokenizing == {"enginery-prepare"}
+        assert tokenizing == {"enginery-preprocess"}
         assert running == {threading.current_thread()}
         assert sizes == [4, 8, 16, 16, 16]
         monkeypatch.setattr(module, "_WINDOW_CHARACTERS", max(map(len, TEXTS)))

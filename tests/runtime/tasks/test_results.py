@@ -421,7 +421,9 @@ def test_signature_for_mlflow(verb):
     task = TASKS[verb]
     graph_input = {"text": "input_ids", "image": "pixel_values", "audio": "input_values"}
     specs = [SimpleNamespace(name=graph_input[task.modality])]
-    manifest: Any = SimpleNamespace(task=task.tasks[0], graphs=[SimpleNamespace(inputs=specs)])
+    manifest: Any = SimpleNamespace(
+        task=task.tasks[0], graphs=[SimpleNamespace(inputs=specs, outputs=[])]
+    )
     schema = signature(manifest)
     assert schema.outputs.to_json() == SIGNATURES[verb]
     kind = "string" if task.modality == "text" else "binary"
