@@ -175,7 +175,10 @@ def _export(
     # An encoder's outputs are those of its class.
     encoder = encoder_config(model, config.dtype) if task == "feature-extraction" else None
     takes_pixels = (source / PreprocessorConfig.FILE).is_file()
-    inputs = _inputs_as_given(model, source, task, trust_remote_code=config.trust_remote_code)
+    config_class = type(encoder) if encoder is not None else _config_class(model, task)
+    inputs = _inputs_as_given(
+        config_class, model, source, task, trust_remote_code=config.trust_remote_code
+    )
     with (
         inputs,
         _masks_for_any_length(),
@@ -284,19 +287,23 @@ def _processor_alone(
         yield folder
 
 
-@contextmanager
-def _inputs_as_given(
-    model: Any, source: Path, task: str, *, trust_remote_code: bool
-) -> Iterator[None]:
-    """Let a graph have the inputs that transformers' tokenizer or processor gives to the model.
-
-    Optimum's configuration of a model type lists its inputs. See `model_inputs`.
-    """
+def _config_class(model: Any, task: str) -> Any:
+    """Return Optimum's class of export configurations for a model."""
     library = "timm" if type(model).__module__.startswith("timm") else "transformers"
     constructor = TasksManager.get_exporter_config_constructor(
         "onnx", model=model, task=task, library_name=library
     )
-    config_class = getattr(constructor, "func", constructor)
+    return getattr(constructor, "func", constructor)
+
+
+@contextmanager
+def _inputs_as_given(
+    config_class: Any, model: Any, source: Path, task: str, *, trust_remote_code: bool
+) -> Iterator[None]:
+    """Let a graph have the inputs that transformers' tokenizer or processor gives to the model.
+
+    Optimum's configuration of a model type, `config_class`, lists its inputs. See `model_inputs`.
+    """
     declared = config_class.inputs
     changes: dict[tuple[str, ...], InputChanges] = {}
 
