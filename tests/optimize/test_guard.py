@@ -195,7 +195,7 @@ def test_graph_of_which_no_node_can_be_cast_is_an_error(tmp_path, text, weights,
     model = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["" : 20]>\n{text}')
     model.graph.initializer.extend(numpy_helper.from_array(a, n) for n, a in weights.items())
     onnx.save(model, path)
-    with pytest.raises(ExportError, match=f"no node of c.onnx can compute in fp16: {why}"):
+    with pytest.raises(ExportError, match=f"no node of model.onnx can compute in fp16: {why}"):
         stage.run(export_model(str(path)), OptimizeConfig(), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
