@@ -1037,7 +1037,7 @@ def _ragged_feeds(
     limits: FeedLimits,
     ids: _Ids,
     *,
-    names: Collection[str] = (),
+    names: Collection[str] | None = None,
 ) -> Feeds:
     """Return inputs whose rows are as long as the batch, a position shorter, half, and one.
 
@@ -1046,9 +1046,9 @@ def _ragged_feeds(
         sizes: sizes of its dims.
         limits: limits on its inputs.
         ids: ids of the tokens.
-        names: the inputs; all if empty.
+        names: the inputs; None for all.
     """
-    specs = [spec for spec in record.inputs if not names or spec.name in names]
+    specs = [spec for spec in record.inputs if names is None or spec.name in names]
     # Copies, since some are views of one row.
     feeds = {n: np.array(a) for n, a in make_feeds(specs, sizes, limits, seed=ids.seed).items()}
     for spec in specs:
