@@ -139,8 +139,14 @@ def optimize_graphs(
 def require_low_nodes(
     artifact: Artifact, config: OptimizeConfig, records: Sequence[GuardRecord]
 ) -> None:
-    """Raise ExportError if graphs were cast, and no node of them computes in the low precision."""
-    if not records or any(record.low_nodes for record in records):
+    """Raise ExportError if graphs were cast, and no node of them can compute in the low precision.
+
+    Nodes that stay FP32 for their measured range or because of `keep_fp32` could, with other inputs
+    or options. The record of the cast lists them.
+    """
+    if not records or any(record.low_nodes or record.measured_too_large for record in records):
+        return
+    if any(not record.kept.keys().isdisjoint(config.keep_fp32) for record in records):
         return
     remedy = "Optimize it with --precision fp32."
     kept = [(node, reason) for record in records for node, reason in record.kept.items()]

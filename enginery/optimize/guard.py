@@ -94,6 +94,14 @@ class GuardRecord:
         """Return the names of the nodes in `islands`."""
         return [str(island["node"]) for island in self.islands]
 
+    @property
+    def measured_too_large(self) -> bool:
+        """True if nodes stay FP32 for a range that inputs have shown, so that others may allow it.
+
+        A range that was not measured, as in the body of a Loop, has no largest value.
+        """
+        return any(island["largest"] for island in self.islands)
+
     def describe(self) -> str:
         """Return one sentence for the manifest."""
         cast = (

@@ -380,13 +380,22 @@ class _FixedCacheDecoder(_Decoder):
         return np.zeros(spec.shape(sizes), spec.dtype)
 
 
+@dataclass(frozen=True)
+class PromptLengths:
+    """Lengths of the prompts that run at once and token by token."""
+
+    longest: int
+    """Number of tokens that run one by one."""
+    special: Collection[int] = ()
+    """Lengths that run at once, besides powers of two and their neighbours."""
+
+
 def find_prompts(
     graphs: DecoderGraphs,
     limits: FeedLimits,
     open_runner: Callable[[str], AbstractContextManager[Run]],
+    lengths: PromptLengths,
     *,
-    special: Collection[int],
-    longest: int,
     precision: str,
     seed: int,
 ) -> list[tuple[int, int]]:
@@ -396,8 +405,7 @@ def find_prompts(
         graphs: the graphs.
         limits: limits on their inputs.
         open_runner: opens the graph of a file.
-        special: lengths that run at once, besides powers of two and their neighbours.
-        longest: number of tokens that run one by one.
+        lengths: those of the prompts.
         precision: the precision of the graphs.
         seed: random seed for the tokens.
 
@@ -411,7 +419,7 @@ def find_prompts(
         files = dict.fromkeys(record.file for record in records)
         runners = {file: stack.enter_context(open_runner(file)) for file in files}
         for rows, limit in dict.fromkeys((fixed or rows, limit) for rows, limit in _BATCHES):
-            length = min(longest, limit, limits.max_positions)
+            length = min(lengths.longest, limit, limits.max_positions)
             missing = np.resize(_MISSING, rows) if _pads(graphs) and rows > 1 else np.zeros(rows)
             start = int(missing.max()) + 1
             if length <= start:
@@ -419,7 +427,7 @@ def find_prompts(
             ids, mask = _draw(graphs, limits, missing, length, seed)
             tokens = Sequences("", ids, mask, _encoder_feeds(graphs, limits, rows, seed))
             powers = {2**k + step for k in range(length.bit_length()) for step in (0, 1)}
-            at_once = sorted(n for n in {*powers, *special, length} if start < n <= length)
+            at_once = sorted(n for n in {*powers, *lengths.special, length} if start < n <= length)
             decoder = _Decoder(graphs, runners)
             scan = _PromptScan(decoder, graphs, tokens, _SUSPICIOUS.get(precision, 0.2))
             try:

@@ -72,7 +72,7 @@ from enginery.runtime.text.tokenizer import TextTokenizer
 from enginery.validate.answers import compare_answers
 from enginery.validate.cases.decisions import Decisions, find_decisions
 from enginery.validate.cases.engines import reachable_profiles, split_by_profiles
-from enginery.validate.cases.positions import longest_compared, threshold_cases
+from enginery.validate.cases.positions import CaseCost, longest_compared, threshold_cases
 from enginery.validate.cases.real_inputs import check_data_usable, real_cases
 from enginery.validate.cases.rungs import run_on_rungs
 from enginery.validate.cases.sweep import (
@@ -85,6 +85,7 @@ from enginery.validate.config import ValidateConfig, check_options
 from enginery.validate.consistency import ConsistencyScan, scan_notes
 from enginery.validate.declared_precision import check_declared_precision
 from enginery.validate.decoding import (
+    PromptLengths,
     Run,
     compare_decoding,
     find_prompts,
@@ -377,13 +378,13 @@ class _Comparison:
         """
         artifact, limits, seed = self.reference.artifact, self.feed_limits, self.config.seed
         # The cosine of a few scores in one row would mean little.
-        rows = 2 if artifact.manifest.is_quantized else 1
+        quantized = artifact.manifest.is_quantized
+        rows = 2 if quantized else 1
         thresholds = threshold_cases(
             record,
             limits,
             read_json(artifact.path / ModelConfig.FILE),
-            elements=self.weights.elements if self.weights else 0,
-            effort=self.config.effort,
+            CaseCost(self.weights.elements if self.weights else 0, self.config.effort),
             rows=rows,
             seed=seed,
         )
@@ -391,7 +392,7 @@ class _Comparison:
         cases = [
             *sweep_cases(record, limits, seed=seed, longest_rows=rows),
             *thresholds,
-            *self.find_decisions(record).cases(record, limits, seed=seed),
+            *self.find_decisions(record).cases(record, limits, quantized=quantized, seed=seed),
             *profile_cases(record, profiles, limits, seed=seed),
             *real,
         ]
@@ -797,8 +798,7 @@ class _Comparison:
                     graphs,
                     limits,
                     open_runner,
-                    special=self.lengths,
-                    longest=length,
+                    PromptLengths(length, special=self.lengths),
                     precision=artifact.manifest.precision,
                     seed=self.config.seed,
                 )

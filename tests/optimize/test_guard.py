@@ -9,7 +9,7 @@ from onnx import numpy_helper
 
 from enginery import export_model
 from enginery.cli import main
-from enginery.core.errors import InputError
+from enginery.core.errors import ExportError, InputError
 from enginery.optimize import stage
 from enginery.optimize.config import OptimizeConfig
 from enginery.optimize.divergence import find_divergences, relative_error
@@ -173,3 +173,46 @@ def test_divergence_inside_a_branch_is_found(tmp_path):
 
 def test_different_shapes_are_an_infinite_error():
     assert relative_error(np.ones(3), np.ones(2)) == np.inf
+
+
+@pytest.mark.parametrize(
+    ("text", "weights", "why"),
+    [
+        (
+            "g (double[n, 4] x) => (double[n, 4] y) { y = Mul (x, w) }",
+            {"w": np.ones(4)},
+            "it computes in float64, and only float32 is cast",
+        ),
+        (
+            "g (int64[n, 4] x) => (int64[n, 4] y) { y = Mul (x, w) }",
+            {"w": np.ones(4, np.int64)},
+            "it has no node with floats",
+        ),
+    ],
+)
+def test_graph_of_which_no_node_can_be_cast_is_an_error(tmp_path, text, weights, why):
+    path = tmp_path / "c.onnx"
+    model = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["" : 20]>\n{text}')
+    model.graph.initializer.extend(numpy_helper.from_array(a, n) for n, a in weights.items())
+    onnx.save(model, path)
+    with pytest.raises(ExportError, match=f"no node of model.onnx can compute in fp16: {why}"):
+        stage.run(export_model(str(path)), OptimizeConfig(), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_graph_whose_nodes_are_all_in_a_loop_is_an_error_that_names_the_first(tmp_path):
+    text = """<ir_version: 9, opset_import: ["" : 20]>
+    g (float[n, 4] x, int64 count) => (float[n, 4] y) {
+      go = Constant <value = bool {1}> ()
+      y = Loop (count, go, x) <
+        body = b (int64 i, bool c, float[n, 4] before) => (bool d, float[n, 4] after) {
+          d = Identity (c)
+          after = Mul (before, half)
+        }
+      >
+    }"""
+    model = onnx.parser.parse_model(text)
+    model.graph.initializer.append(numpy_helper.from_array(np.float32(0.5), "half"))
+    onnx.save(model, tmp_path / "loop.onnx")
+    with pytest.raises(ExportError, match=r"stay FP32, such as .*: it is in the body of Loop"):
+        stage.run(export_model(str(tmp_path / "loop.onnx")), OptimizeConfig(), tmp_path / "out")

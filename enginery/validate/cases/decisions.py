@@ -70,12 +70,16 @@ _MAX_COMBINATIONS = 200
 _MAX_CASES = 24
 _STEP_CASES = 6
 """Changes of a node that changes again and again which become cases."""
+_PATCH = 3 * 16 * 16
+"""Numbers of an image that are computed as one position."""
 _MAX_TOKENS = 1 << 14
 """Tokens of the largest case that PyTorch runs."""
 _STEP_TOKENS = 1 << 11
 """Tokens of the largest case for such a change."""
 _MAX_TOGETHER = 1 << 16
 """Tokens of the largest batch that ONNX Runtime runs."""
+_QUANTIZED_ROWS = 4
+"""Rows of the smallest case of a quantized graph: one of each length of `_ragged_feeds`."""
 _TABLE_ROWS = 8
 _TABLE_LENGTH = 128
 """Rows and length of the cases that run through a table of embeddings."""
@@ -94,16 +98,30 @@ class Decisions:
     constants: frozenset[int] = frozenset()
     """Numbers in the graph that may be sizes at which it changes what it does."""
 
-    def cases(self, record: GraphRecord, limits: FeedLimits, *, seed: int) -> list[ValidationCase]:
-        """Return the cases for the reference."""
+    def cases(
+        self, record: GraphRecord, limits: FeedLimits, *, quantized: bool = False, seed: int
+    ) -> list[ValidationCase]:
+        """Return the cases for the reference.
+
+        Args:
+            record: the graph.
+            limits: limits on its inputs.
+            quantized: the graph computes in INT8, whose error is judged by a cosine: that of a few
+                scores in one row means little, so all cases have several.
+            seed: random seed for the inputs.
+        """
         cases = []
         special = {limits.pad_token_id, limits.image_token_id, *limits.special_ids}
         mixed = [token_id for token_id in self.ids if token_id not in special]
-        for sizes in self.sizes:
-            if _tokens(sizes) > _MAX_TOKENS:
+        listed = self.sizes
+        if quantized:
+            several = [_with_rows(sizes, limits, _QUANTIZED_ROWS) for sizes in listed]
+            listed = list({tuple(sizes.items()): sizes for sizes in several}.values())
+        for sizes in listed:
+            if _tokens(sizes, record) > _MAX_TOKENS:
                 continue
             label = ", ".join(f"{dim} {size}" for dim, size in sizes.items())
-            make = partial(_ragged_feeds, record, sizes, limits, seed, mixed_in=mixed)
+            make = partial(_ragged_feeds, record, sizes, limits, _Ids(seed, mixed_in=mixed))
             cases.append(ValidationCase(f"decision at {label}", "sweep", make))
         per_case = _TABLE_ROWS * _TABLE_LENGTH
         for start in range(0, len(self.ids), per_case):
@@ -143,14 +161,27 @@ def find_decisions(path: Path, record: GraphRecord, limits: FeedLimits) -> Decis
         ids |= special
         notes += more
     unique = list({tuple(item.items()): item for item in sizes}.values())
-    unique.sort(key=_tokens)
+    unique.sort(key=partial(_tokens, record=record))
     return Decisions(unique, sorted(ids), list(dict.fromkeys(notes)), frozenset(constants))
 
 
-def _tokens(sizes: Mapping[str, int]) -> int:
-    """Return the number of positions that a run of such sizes computes."""
+def _tokens(sizes: Mapping[str, int], record: GraphRecord) -> int:
+    """Return the number of positions that a run of such sizes computes; images are patches."""
     rows = math.prod(size for dim, size in sizes.items() if is_batch(dim))
-    return rows * max(1, sum(size for dim, size in sizes.items() if "sequence" in dim))
+    text = rows * max(1, sum(size for dim, size in sizes.items() if "sequence" in dim))
+    images = sum(
+        math.prod(spec.shape(sizes)) // _PATCH
+        for spec in record.inputs
+        if spec.dtype.startswith("float") and not any("sequence" in str(dim) for dim in spec.dims)
+    )
+    return max(text, images)
+
+
+def _with_rows(sizes: Mapping[str, int], limits: FeedLimits, least: int) -> dict[str, int]:
+    """Return sizes with at least so many rows."""
+    rows = max([least, *(size for dim, size in sizes.items() if is_batch(dim))])
+    counts = {dim: limits.rows(dim, rows) for dim in sizes}
+    return {**sizes, **{dim: count for dim, count in counts.items() if count is not None}}
 
 
 def _mask_elements(sizes: Mapping[str, int]) -> int:
@@ -637,7 +668,8 @@ class _Search:
         self._base = sweep_sizes(self._dims, limits, batch=4, sequence=18 if shared else 9)
         self._largest = {dim: self._largest_size(dim) for dim in self._dims}
         # One id, so that only sizes change what is decided.
-        self._usual = [limits.vocab_size // 2]
+        self._usual_id = limits.vocab_size // 2
+        self._usual = _Ids(0, fixed=self._usual_id)
         self._states: dict[tuple[int, ...], list[State] | None] = {}
         self._most_elements = _ELEMENTS
         self._steps = [node.op_type in _STEPS for node in control.decisions]
@@ -667,9 +699,18 @@ class _Search:
         large = base
         for dim, size in beyond.items():
             large = self._resized(large, dim, max(size, base[dim]))
-        if self._state(large) is None and _tokens(large) <= _MAX_TOGETHER:
+        if self._state(large) is None and self._tokens(large) <= _MAX_TOGETHER:
             covering.append(large)
-        return [*covering, *(cell for cell in stepped if _tokens(cell) <= _STEP_TOKENS)]
+        return [*covering, *(cell for cell in stepped if self._tokens(cell) <= _STEP_TOKENS)]
+
+    def _tokens(self, sizes: Mapping[str, int]) -> int:
+        return _tokens(sizes, self._record)
+
+    def _elements(self, control: _Control, sizes: Mapping[str, int]) -> int:
+        """Return the elements of the largest mask, or of the inputs, such as masks of pixels."""
+        taken = [spec for spec in self._record.inputs if spec.name in control.inputs]
+        inputs = sum(math.prod(spec.shape(sizes)) for spec in taken)
+        return max(_mask_elements(sizes), inputs)
 
     def _lowest(self, dim: str) -> list[int]:
         return [0, 1] if dim.startswith("past_") else [1, 2]
@@ -695,7 +736,10 @@ class _Search:
         largest = self._largest[dim]
         special = {size + step for size in self._constants for step in (-1, 0, 1, 2)}
         dense = largest
-        while dense > _STRIDE and _mask_elements(self._resized(base, dim, dense)) > _DENSE:
+        while (
+            dense > _STRIDE
+            and self._elements(self._control, self._resized(base, dim, dense)) > _DENSE
+        ):
             dense -= _STRIDE
         wanted = {*range(dense + 1), *range(dense, largest, _STRIDE), largest - 1, largest}
         lowest = self._lowest(dim)[0]
@@ -755,7 +799,7 @@ class _Search:
     def _covering(self, cells: Sequence[dict[str, int]]) -> list[dict[str, int]]:
         """Return cells of which each shows a state of a decision, or a combination, that is new."""
         # A single token hides what a mask or an order of rows does.
-        ordered = sorted(cells, key=lambda cell: (_idle_dims(cell), _tokens(cell)))
+        ordered = sorted(cells, key=lambda cell: (_idle_dims(cell), self._tokens(cell)))
         seen: set[tuple[int, State]] = set()
         combinations: set[frozenset[tuple[int, State]]] = set()
         first: list[dict[str, int]] = []
@@ -801,12 +845,14 @@ class _Search:
         own = [n for dim, n in sizes.items() if "sequence" in dim and not dim.startswith("encoder")]
         if self._limits.min_sequence == 1 and sum(own) > self._limits.max_positions:
             return None
-        if _mask_elements(sizes) <= self._most_elements:
+        if self._elements(self._control, sizes) <= self._most_elements:
             return self._run(self._control, sizes)
         # Masks of such a size would take too long; what is decided for rows takes less.
         part = self._without_pairs if _mask_elements(sizes) <= _MOST_FOR_ROWS else None
-        states = None if part is None else self._run(part, sizes)
-        if part is None or states is None:
+        if part is None or self._elements(part, sizes) > _MOST_FOR_ROWS:
+            return None
+        states = self._run(part, sizes)
+        if states is None:
             return None
         known = {id(n): s for n, s in zip(part.decisions, states, strict=True)}
         return [known.get(id(node), _UNKNOWN) for node in self._control.decisions]
@@ -822,7 +868,7 @@ class _Search:
         values = self._values(self._control, sizes)
         if values is None:
             return None
-        limit = rows * sum(size for dim, size in sizes.items() if "sequence" in dim)
+        limit = rows * max(1, sum(size for dim, size in sizes.items() if "sequence" in dim))
         few = [n for n in self._control.decisions if _size_of(n, values) <= limit]
         try:
             return self._control.of(few)
@@ -836,7 +882,7 @@ class _Search:
     def _values(self, control: _Control, sizes: Mapping[str, int]) -> dict[str, Array] | None:
         try:
             feeds = _ragged_feeds(
-                self._record, sizes, self._limits, 0, names=control.inputs, ids=self._usual
+                self._record, sizes, self._limits, self._usual, names=control.inputs
             )
             return control.run(feeds, sizes)
         except Exception:  # a size that the graph does not take
@@ -881,7 +927,7 @@ class _Search:
                 self._limits,
                 seed=0,
             )
-            feeds[name][:, 1] = self._usual[0]
+            feeds[name][:, 1] = self._usual_id
             feeds[name][:, 0] = ids
             return self._control.run(feeds, sizes)
         except Exception:  # a batch that the graph does not take
@@ -890,7 +936,7 @@ class _Search:
     def _special_ids(self, name: str, vocabulary: Array) -> set[int]:
         """Return the ids for which a node decides otherwise than for an ordinary one."""
         values = self._run_ids(name, vocabulary)
-        usual = self._run_ids(name, np.full_like(vocabulary, self._usual[0]))
+        usual = self._run_ids(name, np.full_like(vocabulary, self._usual_id))
         if values is None or usual is None:
             return set()
         special: set[int] = set()
@@ -973,15 +1019,25 @@ def _state(node: Any, values: Mapping[str, Array]) -> State:
 # Inputs
 
 
+@dataclass(frozen=True)
+class _Ids:
+    """The ids of the tokens of inputs."""
+
+    seed: int
+    """Random seed, also of the other inputs."""
+    fixed: int | None = None
+    """Id of all tokens; None to draw them."""
+    mixed_in: Sequence[int] = ()
+    """Ids of every second token."""
+
+
 def _ragged_feeds(
     record: GraphRecord,
     sizes: Mapping[str, int],
     limits: FeedLimits,
-    seed: int,
+    ids: _Ids,
     *,
-    names: Collection[str] = (),
-    ids: Sequence[int] = (),
-    mixed_in: Sequence[int] = (),
+    names: Collection[str] | None = None,
 ) -> Feeds:
     """Return inputs whose rows are as long as the batch, a position shorter, half, and one.
 
@@ -989,21 +1045,19 @@ def _ragged_feeds(
         record: the graph.
         sizes: sizes of its dims.
         limits: limits on its inputs.
-        seed: random seed.
-        names: the inputs; all if empty.
-        ids: ids of all tokens; drawn if empty.
-        mixed_in: ids of every second token.
+        ids: ids of the tokens.
+        names: the inputs; None for all.
     """
-    specs = [spec for spec in record.inputs if not names or spec.name in names]
+    specs = [spec for spec in record.inputs if names is None or spec.name in names]
     # Copies, since some are views of one row.
-    feeds = {n: np.array(a) for n, a in make_feeds(specs, sizes, limits, seed=seed).items()}
+    feeds = {n: np.array(a) for n, a in make_feeds(specs, sizes, limits, seed=ids.seed).items()}
     for spec in specs:
         if spec.name.endswith("input_ids") and feeds[spec.name].ndim == 2:
             array = feeds[spec.name]
-            if ids:
-                array[...] = np.resize(ids, array.shape)
-            if mixed_in:
-                array[:, 1::2] = np.resize(mixed_in, array[:, 1::2].shape)
+            if ids.fixed is not None:
+                array[...] = ids.fixed
+            if ids.mixed_in:
+                array[:, 1::2] = np.resize(ids.mixed_in, array[:, 1::2].shape)
     decodes = any(
         spec.name == "position_ids" or spec.name.startswith("past_") for spec in record.inputs
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,13 +31,25 @@ _SCORES_BYTES = 512 << 20
 """Size of a layer's attention scores, and of the logits of all positions."""
 
 
+@dataclass(frozen=True)
+class CaseCost:
+    """The model's size, and how much time a case may take."""
+
+    elements: int
+    """Number of the model's weights."""
+    effort: Effort
+
+    def allows(self, length: int) -> bool:
+        """Return True if an input of such a length does not take too long."""
+        return 2 * self.elements * length <= _OPERATIONS[self.effort]
+
+
 def threshold_cases(
     record: GraphRecord,
     limits: FeedLimits,
     settings: Mapping[str, Any],
+    cost: CaseCost,
     *,
-    elements: int,
-    effort: Effort,
     rows: int = 1,
     seed: int,
 ) -> list[ValidationCase]:
@@ -46,8 +59,7 @@ def threshold_cases(
         record: the graph.
         limits: limits on its inputs.
         settings: the content of config.json.
-        elements: number of the model's weights.
-        effort: how much time a case may take.
+        cost: how long a case may take.
         rows: number of rows.
         seed: random seed for the inputs.
     """
@@ -59,7 +71,7 @@ def threshold_cases(
 
     def affordable(length: int) -> bool:
         bytes_ = 4 * max(heads * length * length, limits.vocab_size * length)
-        return bytes_ <= _SCORES_BYTES and 2 * elements * length <= _OPERATIONS[effort]
+        return bytes_ <= _SCORES_BYTES and cost.allows(length)
 
     thresholds = [n for n in sorted(set(_lengths(settings))) if 8 <= n < longest]
     lengths = [n for length in thresholds[:_THRESHOLDS] for n in (length, length + 1)]

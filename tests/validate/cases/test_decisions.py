@@ -154,3 +154,55 @@ def test_large_batches_are_for_onnx_runtime_alone():
     feeds = case.make()
     assert feeds["attention_mask"].sum(axis=1).tolist() == [8, 7, 4, 1]
     assert (feeds["input_ids"][feeds["attention_mask"] == 0] == LIMITS.pad_token_id).all()
+
+
+def test_cases_of_a_quantized_graph_have_several_rows(sound):
+    """The cosine of a few scores in one row means little."""
+    cases = sound.cases(RECORD, LIMITS, quantized=True, seed=0)
+    assert min(len(case.make()["input_ids"]) for case in cases) >= 2
+    assert len({case.name for case in cases}) == len(cases)
+
+
+def test_decisions_on_pixels_are_searched_up_to_few_images(tmp_path, monkeypatch):
+    """A mask of pixels has as many elements as one of many texts."""
+    from enginery.validate.cases import decisions
+
+    text = """<ir_version: 10, opset_import: ["" : 20]>
+    g (float[batch, 3, 96, 96] pixel_values, int64[batch, 96, 96] pixel_mask)
+      => (float[batch, 3, 96, 96] y)
+    <int64 zero = {0}, int64 most = {70}, int64 first = {0}> {
+      real = Greater (pixel_mask, zero)
+      shape = Shape (pixel_values)
+      rows = Gather (shape, first)
+      many = Greater (rows, most)
+      negated = Neg (pixel_values)
+      x = Where (many, negated, pixel_values)
+      wide = Cast <to: int = 1> (real)
+      one = Unsqueeze (wide, axis)
+      y = Mul (x, one)
+    }"""
+    model = onnx.parser.parse_model(text)
+    model.graph.initializer.append(onnx.helper.make_tensor("axis", 7, [1], [1]))
+    onnx.save(model, str(tmp_path / "model.onnx"))
+    record = RECORD.model_copy(
+        update={
+            "inputs": (
+                TensorSpec("pixel_values", "float32", ("batch", 3, 96, 96)),
+                TensorSpec("pixel_mask", "int64", ("batch", 96, 96)),
+            )
+        }
+    )
+    limits = FeedLimits()
+    elements = []
+    make_feeds = decisions.make_feeds
+
+    def counted(specs, sizes, *arguments, **options):
+        feeds = make_feeds(specs, sizes, *arguments, **options)
+        elements.append(sum(array.size for array in feeds.values()))
+        return feeds
+
+    monkeypatch.setattr(decisions, "make_feeds", counted)
+    result = find_decisions(tmp_path / "model.onnx", record, limits)
+    assert sum(elements) < 1 << 25
+    # What is decided for rows alone is found all the same.
+    assert {"batch": 71} in result.sizes

@@ -8,7 +8,7 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.shapes import TensorSpec
 from enginery.reports.validation import ValidationCaseResult
-from enginery.validate.cases.positions import longest_compared, threshold_cases
+from enginery.validate.cases.positions import CaseCost, longest_compared, threshold_cases
 
 ENCODER = GraphRecord(
     file="model.onnx",
@@ -36,7 +36,7 @@ IMAGES = ENCODER.model_copy(
 
 def lengths(settings, *, record=ENCODER, positions=512, elements=10**5, effort="normal"):
     limits = FeedLimits(max_positions=positions, position_limit=positions)
-    cases = threshold_cases(record, limits, settings, elements=elements, effort=effort, seed=0)
+    cases = threshold_cases(record, limits, settings, CaseCost(elements, effort), seed=0)
     return [case.make()["attention_mask"].shape[1] for case in cases]
 
 
@@ -64,10 +64,7 @@ def test_past_counts_as_positions():
 
 def test_images_have_no_lengths():
     limits = FeedLimits(max_positions=512)
-    assert (
-        threshold_cases(IMAGES, limits, {"window_size": 8}, elements=1, effort="normal", seed=0)
-        == []
-    )
+    assert threshold_cases(IMAGES, limits, {"window_size": 8}, CaseCost(1, "normal"), seed=0) == []
 
 
 @pytest.mark.parametrize(
