@@ -435,6 +435,7 @@ def test_validation_compares_the_pooling_of_the_graph(tiny_model, home, tmp_path
     (source / "1_Pooling/config.json").write_text('{"pooling_mode_cls_token": true}')
     artifact = export_model(str(source))
     validate_model(artifact)
+    artifact = Artifact.open(artifact.path)
     config = PublishConfig(layout="hub", license="mit", name="minilm", pooling_in_graph=True)
     url = run(artifact, str(tmp_path / "registry"), config).url
     back = pull(url, tmp_path / "back", HUB, variant="fp32")
