@@ -28,7 +28,8 @@ def find_length_limit(model: Any, settings: ModelConfig) -> tuple[int | None, li
             length = original or getattr(config, "max_position_embeddings", None)
             if length:
                 limits[int(length)] = f"rotary positions ({rope_type}) have other frequencies"
-        if getattr(module, "attention_type", "") == "block_sparse":
+        # The layers of BigBird know its kind of attention, too, but not its config.
+        if config is not None and getattr(module, "attention_type", "") == "block_sparse":
             # As BigBirdModel and BigBirdPegasusEncoder compute it in forward.
             blocks = 5 + 2 * config.num_random_blocks
             limits[blocks * config.block_size] = "the attention is sparse"

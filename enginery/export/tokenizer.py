@@ -27,6 +27,7 @@ from enginery.export.sentencepiece_tokenizers import (
     marian_tokenizer,
     missing_pieces,
 )
+from enginery.runtime.text.chat_template import PairTemplate
 from enginery.runtime.text.tokenizer import TextTokenizer
 from enginery.runtime.text.tokenizer_comparison import TEXTS, UNUSUAL, compare_tokenizer
 from enginery.runtime.text.tokenizer_files import failure_reason
@@ -115,9 +116,15 @@ def _compare_own(source: Path, out: Path, *, trust_remote_code: bool) -> list[st
     """Compare the model's own tokenizer.json with transformers; write it anew if settings need it.
 
     Raises:
-        SourceError: texts would get other token ids than with transformers.
+        SourceError: texts would get other token ids than with transformers, or the chat template of
+            a reranker renders no pair.
     """
     file = out / "tokenizer.json"
+    try:
+        PairTemplate.open(out)
+    except ArtifactError as error:
+        message = error.message.replace(f"{out}/", f"{source}/")  # `out` is gone after an error
+        raise SourceError(message, do=error.do or "Correct it in a copy of the model.") from error
     try:
         reference = load_reference_tokenizer(source, trust_remote_code=trust_remote_code)
     except ImportError as error:

@@ -365,6 +365,7 @@ def describe_side_files(
     file: Path,
     *,
     limit: int,
+    task: str = "",
     keys: Sequence[str] = (),
     processor: bool = False,
     trust_remote_code: bool = False,
@@ -375,6 +376,7 @@ def describe_side_files(
         directory: the directory of a model, or of files of an artifact.
         file: a file to pass the answer through, which may take megabytes.
         limit: the length in tokens at which long texts are truncated; 0 for no tokenizer.
+        task: the task that a model is loaded for; empty for files of an artifact.
         keys: keys of tokenizer_config.json whose effect is asked for.
         processor: compare the runtime's processor with transformers'.
         trust_remote_code: run Python code that comes with the model, without confinement.
@@ -390,6 +392,7 @@ def describe_side_files(
             path=str(directory),
             file=str(file),
             limit=limit,
+            task=task,
             keys=list(keys),
             processor=processor,
             trust_remote_code=trust_remote_code,
@@ -612,6 +615,7 @@ class _Child:
             described = describe_side_files(
                 path,
                 limit=request["limit"],
+                task=request["task"],
                 keys=request["keys"],
                 processor=request["processor"],
                 trust_remote_code=trust,

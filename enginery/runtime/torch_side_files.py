@@ -18,19 +18,21 @@ from transformers.utils import is_torchvision_available
 
 from enginery.core.errors import ArtifactError, EngineryError
 from enginery.core.json_file import read_json
-from enginery.core.model.files import PreprocessorConfig
+from enginery.core.model.files import PreprocessorConfig, read_logit_score
 from enginery.runtime.audio.processor import AudioProcessor
 from enginery.runtime.builtin_inputs import synthetic_sounds
 from enginery.runtime.image.processor import ImageProcessor
 from enginery.runtime.text.tokenizer_files import failure_reason
 from enginery.runtime.torch_config import load_config
 from enginery.runtime.torch_tokenizer import describe_tokenizer, load_reference_tokenizer
+from enginery.runtime.torch_weights import RERANKER_LABELS
 
 
 def describe_side_files(
     directory: Path,
     *,
     limit: int,
+    task: str = "",
     keys: Sequence[str] = (),
     processor: bool = False,
     trust_remote_code: bool = False,
@@ -40,6 +42,8 @@ def describe_side_files(
     Args:
         directory: the directory of a model, or of files of an artifact.
         limit: the length in tokens at which long texts are truncated; 0 for no tokenizer.
+        task: the task that a model is loaded for, which may change its config; empty for files of
+            an artifact.
         keys: keys of tokenizer_config.json whose effect is asked for.
         processor: compare the runtime's processor with transformers'.
         trust_remote_code: run Python code that comes with the model.
@@ -72,9 +76,7 @@ def describe_side_files(
     if (directory / "config.json").is_file():
         attempt(
             "config.json",
-            lambda: _plain(
-                load_config(directory, trust_remote_code=trust_remote_code).config.to_dict()
-            ),
+            lambda: _config_values(directory, task, trust_remote_code=trust_remote_code),
         )
     if (directory / "generation_config.json").is_file():
         attempt("generation_config.json", lambda: _generation_values(directory))
@@ -83,6 +85,14 @@ def describe_side_files(
         if processor:
             attempt("processor", lambda: compare_processor(directory))
     return described
+
+
+def _config_values(directory: Path, task: str, *, trust_remote_code: bool) -> dict[str, Any]:
+    config = load_config(directory, trust_remote_code=trust_remote_code).config
+    if task == "text-classification" and read_logit_score(directory) is not None:
+        config.num_labels = RERANKER_LABELS
+    values: dict[str, Any] = _plain(config.to_dict())
+    return values
 
 
 def _generation_values(directory: Path) -> dict[str, Any]:

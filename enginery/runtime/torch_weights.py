@@ -64,6 +64,10 @@ def _tensor(path: Path, name: str) -> Any:
     return None
 
 
+RERANKER_LABELS = 1
+"""Labels of the classifier that a LogitScore module makes of a language model."""
+
+
 def as_classifier(language_model: Any, classes: Any, score: LogitScoreConfig) -> Any:
     """Turn a language model into the classifier with one label that scores as LogitScore does.
 
@@ -96,7 +100,7 @@ def as_classifier(language_model: Any, classes: Any, score: LogitScoreConfig) ->
             f"{type(language_model).__name__} {problem}."
         )
     config = language_model.config
-    config.num_labels = 1
+    config.num_labels = RERANKER_LABELS
     # Without memory: its layers are replaced by the language model's.
     with torch.device("meta"):
         model = classes.from_config(config)

@@ -30,6 +30,7 @@ from enginery.core.errors import ArtifactError, EngineryError, SourceError
 from enginery.core.json_file import load_json
 from enginery.core.model.files import ModelConfig, PreprocessorConfig, side_files
 from enginery.reports.validation import SideFileDifference, SideFileMetrics
+from enginery.runtime.tasks import is_generating
 from enginery.runtime.text.tokenizer import TextTokenizer
 from enginery.runtime.text.tokenizer_comparison import (
     TokenizerDescription,
@@ -118,6 +119,7 @@ class _Comparison:
             if (self.mine / name).read_bytes() != (self.theirs / name).read_bytes()
         }
         self.written = _written_by_export(self.reference)
+        self.generates = is_generating(artifact.manifest.task)
 
     def run(self) -> SideFileMetrics:
         """Compare all files."""
@@ -165,6 +167,7 @@ class _Comparison:
                 (copies / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(self.mine / name, copies / name)
         described = []
+        task = self.reference.artifact.manifest.task
         for directory, length in ((self.theirs, limit), (copies, limit if tokenizer else 0)):
             if not directory.is_dir():
                 described.append(nothing)
@@ -174,6 +177,7 @@ class _Comparison:
                     directory,
                     self.scratch / "described.json",
                     limit=length,
+                    task=task if directory == self.theirs else "",
                     keys=sorted(keys - _PATHS),
                     processor=directory == copies and PreprocessorConfig.FILE not in self.written,
                     trust_remote_code=trust,
@@ -289,6 +293,8 @@ class _Comparison:
             return
         if name == _GENERATION and name not in self.sources:
             return  # the model's own options; those of generated texts are compared with them
+        if name == _GENERATION and name not in self.own and not self.generates:
+            return  # a language model that was exported as an embedder or a classifier
         if name in source and name in mine:
             ignored = _IGNORED[name]
             differences = [*_differing(source[name], mine[name], ignored)]

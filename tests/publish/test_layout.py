@@ -8,7 +8,7 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from enginery import load_model, validate_model
+from enginery import export_model, load_model, validate_model
 from enginery.core.artifact.artifact import Artifact, commit_artifact
 from enginery.core.artifact.fingerprint import Fingerprint
 from enginery.core.artifact.manifest import Verdict
@@ -425,8 +425,17 @@ def test_graph_pools_as_the_modules_say(embedder, tmp_path, mode, external):
     assert "sentence_embedding: float32 (batch, 32)" in card
 
 
-def test_validation_compares_the_pooling_of_the_graph(embedder, tmp_path):
-    artifact = embedder("one", cls_token=True)
+def test_validation_compares_the_pooling_of_the_graph(tiny_model, home, tmp_path):
+    source = shutil.copytree(tiny_model("bert", "feature-extraction"), tmp_path / "source")
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    package = "sentence_transformers.models"
+    listed = [{"path": path, "type": f"{package}.{kind}"} for path, kind in kinds.items()]
+    (source / "modules.json").write_text(json.dumps(listed))
+    (source / "1_Pooling").mkdir()
+    (source / "1_Pooling/config.json").write_text('{"pooling_mode_cls_token": true}')
+    artifact = export_model(str(source))
+    validate_model(artifact)
+    artifact = Artifact.open(artifact.path)
     config = PublishConfig(layout="hub", license="mit", name="minilm", pooling_in_graph=True)
     url = run(artifact, str(tmp_path / "registry"), config).url
     back = pull(url, tmp_path / "back", HUB, variant="fp32")

@@ -86,7 +86,10 @@ def test_every_graph_has_to_be_compared_on_an_input():
 def test_correct_model_passes_on_all_sizes_and_real_inputs(exported, model, sweep, real):
     report = validate_model(exported(*model), effort="quick")
     assert report.passed, report.summary
-    assert names(report, "sweep") == sweep
+    swept = names(report, "sweep")
+    assert [name for name in swept if not name.startswith("decision at ")] == sweep
+    # Texts and sounds have sizes on both sides of a constant of the graph, images of this model not
+    assert (len(swept) > len(sweep)) == ("longest" in sweep)
     assert names(report, "real") == real
     assert not [case.name for case in report.cases if case.skipped]
     graphs = [case for case in report.cases if case.kind != "generation"]  # texts have no tensors

@@ -89,7 +89,7 @@ class ChatTemplate:
             )
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise ArtifactError(
-                f"the chat template in {self.file} fails on these messages: {error}."
+                f"the chat template in {self.file} fails on these messages: {_clause(error)}."
             ) from error
         return rendered
 
@@ -169,7 +169,14 @@ class ChatTemplate:
         try:
             return environment.from_string(self.text)
         except jinja2.TemplateError as error:
-            raise ArtifactError(f"the chat template in {self.file} is invalid: {error}.") from error
+            raise ArtifactError(
+                f"the chat template in {self.file} is invalid: {_clause(error)}."
+            ) from error
+
+
+def _clause(error: Exception) -> str:
+    """Return an error's message as the end of a sentence; Jinja's messages are sentences."""
+    return ", ".join(sentence.rstrip(".") for sentence in str(error).split(". "))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from enginery import export_model, load_model, quantize_model, validate_model
-from enginery.core.errors import ArtifactError, ExportError, InputError
+from enginery.core.artifact.artifact import commit_artifact
+from enginery.core.errors import ArtifactError, ExportError, InputError, SourceError
 from enginery.publish.card.snippets import loading_snippets
 from tests.tiny_reranker import FALSE_TOKEN, INSTRUCTION, SUFFIX, TRUE_TOKEN
 
@@ -129,15 +130,31 @@ def test_a_token_that_the_head_lacks_is_an_error(altered, home):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{% for m in messages %}{{ m.role }}{% endfor %}", "leaves out the messages of the roles"),
-        ("{{ messages | nothing }}", "is invalid: No filter named 'nothing'"),
-        ("{% for m in messages %}", "is invalid"),
+        (
+            "{% for m in messages %}{{ m.role }}{% endfor %}",
+            "leaves out the messages of the roles 'query' and 'document', which a reranker needs.",
+        ),
+        ("{{ messages | nothing }}", "is invalid: No filter named 'nothing'."),
+        (
+            "{% for m in messages %}",
+            "is invalid: Unexpected end of template, Jinja was looking for the following tags: "
+            "'endfor' or 'else', The innermost block that needs to be closed is 'for'.",
+        ),
     ],
 )
 def test_templates_that_render_no_pair_are_errors(altered, home, template, message):
-    artifact = export_model(altered("chat_template.jinja", template))
-    with pytest.raises(ArtifactError, match=message):
-        load_model(artifact)
+    source = altered("chat_template.jinja", template)
+    with pytest.raises(SourceError) as caught:
+        export_model(source)
+    assert caught.value.message == f"the chat template in {source}/chat_template.jinja {message}"
+
+
+def test_template_that_was_replaced_in_an_artifact_is_an_error(reranker, home, tmp_path):
+    artifact = export_model(str(reranker()), out=tmp_path / "artifact")
+    (artifact.path / "chat_template.jinja").write_text("{{ messages | nothing }}")
+    commit_artifact(artifact.path, artifact.manifest)
+    with pytest.raises(ArtifactError, match="is invalid: No filter named 'nothing'"):
+        load_model(artifact.path)
 
 
 def test_content_may_be_a_list_of_parts(altered, reranker, home):

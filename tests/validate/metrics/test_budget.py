@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from statistics import NormalDist
 
 import numpy as np
@@ -11,6 +12,7 @@ from enginery import Artifact, quantize_model, validate_model
 from enginery.core.accuracy import AccuracyMetrics
 from enginery.core.artifact.artifact import commit_artifact
 from enginery.core.errors import ArtifactError, OptionError
+from enginery.core.model.source import resolve_source
 from enginery.reports.quantization import QuantizationReport
 from enginery.reports.validation import ValidationReport
 from enginery.validate.config import ValidateConfig
@@ -172,12 +174,22 @@ def test_value_that_is_not_finite_fails(made, copied):
     assert "NaN or infinite on one side only" in report.summary
 
 
-def test_generated_inputs_alone_need_a_cosine_of_one_half(made, copied):
-    """Without a tokenizer only the sweep runs, and the report says so."""
+def test_generated_inputs_alone_need_a_cosine_of_one_half(made, copied, tmp_path):
+    """Without a tokenizer, in the source neither, only the sweep runs, and the report says so."""
     artifact = copied(made(*DISTILBERT))
-    (artifact.path / "tokenizer.json").unlink()
-    report = validate_model(faults.break_graph(artifact, lambda model: None))
-    assert report.passed
+    source = shutil.copytree(artifact.manifest.source.id, tmp_path / "source")
+    files = (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "vocab.txt",
+    )
+    for directory in (artifact.path, source):
+        for name in files:
+            (directory / name).unlink(missing_ok=True)
+    record = resolve_source(str(source)).record
+    report = validate_model(faults.break_graph(artifact, lambda model: None, source=record))
+    assert report.passed, report.summary
     assert report.accuracy is None
     assert any(
         "no real inputs were compared, so this was not checked" in note for note in report.notes
