@@ -360,25 +360,29 @@ class TorchReference(Closeable):
             raise
 
 
+@dataclass(frozen=True)
+class SideFileQuestion:
+    """What is asked about the files beside a model's weights or an artifact's graphs."""
+
+    limit: int
+    """The length in tokens at which long texts are truncated; 0 for no tokenizer."""
+    task: str = ""
+    """The task that a model is loaded for; empty for files of an artifact."""
+    keys: Sequence[str] = ()
+    """Keys of tokenizer_config.json whose effect is asked for."""
+    processor: bool = False
+    """Compare the runtime's processor with transformers'."""
+
+
 def describe_side_files(
-    directory: Path,
-    file: Path,
-    *,
-    limit: int,
-    task: str = "",
-    keys: Sequence[str] = (),
-    processor: bool = False,
-    trust_remote_code: bool = False,
+    directory: Path, file: Path, question: SideFileQuestion, *, trust_remote_code: bool = False
 ) -> dict[str, Any]:
     """Return what transformers reads from a directory; see `runtime/torch_side_files.py`.
 
     Args:
         directory: the directory of a model, or of files of an artifact.
         file: a file to pass the answer through, which may take megabytes.
-        limit: the length in tokens at which long texts are truncated; 0 for no tokenizer.
-        task: the task that a model is loaded for; empty for files of an artifact.
-        keys: keys of tokenizer_config.json whose effect is asked for.
-        processor: compare the runtime's processor with transformers'.
+        question: what is asked.
         trust_remote_code: run Python code that comes with the model, without confinement.
 
     Raises:
@@ -391,10 +395,10 @@ def describe_side_files(
             "describe_side_files",
             path=str(directory),
             file=str(file),
-            limit=limit,
-            task=task,
-            keys=list(keys),
-            processor=processor,
+            limit=question.limit,
+            task=question.task,
+            keys=list(question.keys),
+            processor=question.processor,
             trust_remote_code=trust_remote_code,
         )
     except BaseException:

@@ -37,7 +37,7 @@ from enginery.runtime.text.tokenizer_comparison import (
     compare_tokenizer,
     equal_parts,
 )
-from enginery.runtime.torch_reference import describe_side_files
+from enginery.runtime.torch_reference import SideFileQuestion, describe_side_files
 from enginery.validate.reference import Reference
 
 _CONFIG, _GENERATION = ModelConfig.FILE, "generation_config.json"
@@ -176,10 +176,13 @@ class _Comparison:
                 describe_side_files(
                     directory,
                     self.scratch / "described.json",
-                    limit=length,
-                    task=task if directory == self.theirs else "",
-                    keys=sorted(keys - _PATHS),
-                    processor=directory == copies and PreprocessorConfig.FILE not in self.written,
+                    SideFileQuestion(
+                        limit=length,
+                        task=task if directory == self.theirs else "",
+                        keys=sorted(keys - _PATHS),
+                        processor=directory == copies
+                        and PreprocessorConfig.FILE not in self.written,
+                    ),
                     trust_remote_code=trust,
                 )
             )
