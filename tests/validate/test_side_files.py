@@ -1,5 +1,6 @@
 """The files beside an artifact's graphs are the source's, in content or in effect."""
 
+import dataclasses
 import json
 import shutil
 import warnings
@@ -39,10 +40,11 @@ def in_this_process(monkeypatch):
     """Ask transformers here; that its child process answers the same is tested in test_stage."""
     from enginery.runtime import torch_side_files
 
-    def describe(directory, file, **options):  # the way back from another process
+    def describe(directory, file, question, **options):  # the way back from another process
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            described = torch_side_files.describe_side_files(directory, **options)
+            asked = dataclasses.asdict(question)
+            described = torch_side_files.describe_side_files(directory, **asked, **options)
         return json.loads(json.dumps(described))
 
     monkeypatch.setattr(module, "describe_side_files", describe)
