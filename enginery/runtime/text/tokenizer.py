@@ -56,7 +56,7 @@ _MAX_ADDED_TOKENS, _MAX_ADDED_CHARACTERS = 1000, 2**14
 EQUAL_LENGTHS = "only texts of one length share a batch: the model's outputs depend on padding"
 """A note on a graph whose texts cannot be padded."""
 _TYPES = "token_type_ids"
-_TEXT_INPUTS = ("input_ids", "attention_mask", _TYPES, "position_ids")
+TEXT_INPUTS = ("input_ids", "attention_mask", _TYPES, "position_ids")
 OTHER_TOKENIZER = (
     "Clients made for OpenAI's models may send ids of theirs: LangChain's OpenAIEmbeddings does, "
     "unless check_embedding_ctx_length is False."
@@ -670,10 +670,10 @@ class TextTokenizer:
                 the tokenizer or graph cannot pad.
         """
         specs = {spec.name: spec for spec in inputs}
-        if unknown := next((name for name in specs if name not in _TEXT_INPUTS), None):
+        if unknown := next((name for name in specs if name not in TEXT_INPUTS), None):
             raise ArtifactError(
                 f"the graph has the input {specs[unknown]}, which no tokenizer produces; "
-                f"expected only {', '.join(_TEXT_INPUTS)}."
+                f"expected only {', '.join(TEXT_INPUTS)}."
             )
         lengths = list(map(len, encodings))
         longest = max(lengths)
