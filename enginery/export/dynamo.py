@@ -22,13 +22,14 @@ from enginery.core.subprocess import report_phase
 from enginery.export.checkpoint import check_unused, require_trained, untrained_weights
 from enginery.export.config import ExportConfig
 from enginery.export.graphs import ExportedModel
-from enginery.export.model_inputs import PIXEL_MASK, TYPES, compare_inputs
+from enginery.export.model_inputs import TYPES, compare_inputs
 from enginery.export.optimum import choose_task, with_image_size
 from enginery.export.positions import find_length_limit
 from enginery.export.sentence_modules import write_module_weights
 from enginery.export.side_files import copy_side_files, require_equal_processor
 from enginery.export.tokenizer import write_tokenizer
 from enginery.export.vocabulary import check_vocabulary, embedding_rows
+from enginery.runtime.image.processor import PIXEL_MASK
 from enginery.runtime.torch_runner import TorchOptions, load_pytorch
 
 _PROTOBUF_LIMIT_BYTES = 2**31 - 2**26  # protobuf's limit of 2 GiB, minus space for the nodes

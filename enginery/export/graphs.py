@@ -38,8 +38,8 @@ from enginery.core.shapes import (
     is_batch,
     resolve_dim,
 )
-from enginery.export.model_inputs import PIXEL_MASK
 from enginery.export.padding import GraphSession, measure_padding
+from enginery.runtime.image.processor import PIXEL_MASK
 
 _READABLE = re.compile(r"^[a-z][a-z0-9_]*$")
 

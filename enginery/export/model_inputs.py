@@ -21,8 +21,9 @@ import transformers
 
 from enginery.core.errors import ExportError
 from enginery.core.model.files import PreprocessorConfig
+from enginery.runtime.image.processor import PIXEL_MASK
 
-TYPES, PIXEL_MASK = "token_type_ids", "pixel_mask"
+TYPES = "token_type_ids"
 _TOKENS = frozenset({"input_ids", "attention_mask", TYPES, "position_ids"})
 _PICTURES = ((60, 180), (180, 60), (120, 120))
 """Height and width of pictures: wide, tall and square."""

@@ -37,7 +37,7 @@ from enginery.export.config import ExportConfig
 from enginery.export.encoder_configs import encoder_config, needs_encoder_config
 from enginery.export.generation import arrange_for_generation
 from enginery.export.graphs import ExportedModel, TracedInputs, list_graphs
-from enginery.export.model_inputs import PIXEL_MASK, TYPES, InputChanges, compare_inputs
+from enginery.export.model_inputs import TYPES, InputChanges, compare_inputs
 from enginery.export.positions import find_length_limit
 from enginery.export.sentence_modules import write_module_weights
 from enginery.export.side_files import copy_side_files, require_equal_processor
@@ -45,6 +45,7 @@ from enginery.export.tasks import inferred_task
 from enginery.export.tokenizer import write_tokenizer
 from enginery.export.used_weights import UsedWeights
 from enginery.export.vocabulary import check_vocabulary, embedding_rows
+from enginery.runtime.image.processor import PIXEL_MASK
 from enginery.runtime.torch_classes import default_class, feature_class
 from enginery.runtime.torch_config import load_config
 from enginery.runtime.torch_runner import TorchOptions, load_pytorch

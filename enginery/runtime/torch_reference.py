@@ -325,10 +325,10 @@ class TorchReference(Closeable):
     def _run(self, does: str, feeds: Feeds, directory: Path, **values: Any) -> dict[str, Path]:
         """Send feeds through a file, and return the files of the outputs."""
         file = self._write_feeds(directory, feeds)
-        found = self._request(does, feeds=str(file), directory=str(directory), **values)
+        answer = self._request(does, feeds=str(file), directory=str(directory), **values)
         file.unlink()
-        self.notes = found["notes"]
-        return {name: directory / file for name, file in found["files"].items()}
+        self.notes = answer["notes"]
+        return {name: directory / file for name, file in answer["files"].items()}
 
     def _write_feeds(self, directory: Path, feeds: Feeds) -> Path:
         """Write arrays to a file in a new directory."""

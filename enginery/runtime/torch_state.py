@@ -2,7 +2,7 @@
 
 A forward may change a model: BigBird switches its attention for good when it sees a short text,
 LongRoPE replaces its frequencies by those of long texts, dynamic rotary embeddings keep those of
-the longest text. What such a model answers depends on what it was asked before.
+the longest text. The outputs of such a model depend on its earlier inputs.
 """
 
 from __future__ import annotations
@@ -153,11 +153,13 @@ def _plain(names: list[str], holder: _Holder) -> list[str]:
     return plain
 
 
-def _is(one: Any, other: Any) -> bool:
+def _is(value: Any, other: Any) -> bool:
     """Return True for one object, and for equal numbers and texts."""
-    if one is other:
+    if value is other:
         return True
-    return type(one) is type(other) and isinstance(one, int | float | str) and bool(one == other)
+    return (
+        type(value) is type(other) and isinstance(value, int | float | str) and bool(value == other)
+    )
 
 
 def _differs(live: Any, copied: Any) -> bool:

@@ -711,14 +711,14 @@ def _compare_vectors(
         )
     mine, theirs = vector.astype(np.float64), expected.astype(np.float64)
     largest = float(np.abs(mine - theirs).max(initial=0.0))
-    length, apart = float(np.linalg.norm(theirs)), float(np.linalg.norm(mine - theirs))
+    length, distance = float(np.linalg.norm(theirs)), float(np.linalg.norm(mine - theirs))
     # A vector that is no larger than the noise has no direction.
-    if apart <= limits.distance * length or largest <= limits.error(float(np.abs(theirs).max())):
+    if distance <= limits.distance * length or largest <= limits.error(float(np.abs(theirs).max())):
         return Difference(largest)
     cosine = float(mine @ theirs) / max(length * float(np.linalg.norm(mine)), 1e-30)
     return Difference(
         largest,
-        f"the vector is {apart / max(length, 1e-30):.2g} of its length away from the reference's, "
+        f"the vector is {distance / max(length, 1e-30):.2g} of its length away from the reference's, "
         f"{limits.distance:.2g} allowed (cosine {cosine:.6f})",
     )
 

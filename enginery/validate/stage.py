@@ -239,8 +239,8 @@ def run(
         for record in graphs:
             # Engines are checked at the corners of their own profiles, too, where errors show.
             promised = [*profiles[record.file], *reached[record.file]]
-            made, more_notes = comparison.make_cases(record, promised)
-            cases, left_out = split_by_profiles(made, record, reached[record.file])
+            all_cases, more_notes = comparison.make_cases(record, promised)
+            cases, left_out = split_by_profiles(all_cases, record, reached[record.file])
             graph_results = comparison.run(record, cases, promised, reached[record.file], limits)
             results += graph_results
             results += left_out

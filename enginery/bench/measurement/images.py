@@ -25,8 +25,7 @@ from enginery.core.errors import OptionError, ShapeError
 from enginery.core.model.feeds import Feeds
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.image.files import load_image
-from enginery.runtime.image.processor import ImageProcessor, resize
-from enginery.runtime.sample_inputs import PIXEL_MASK
+from enginery.runtime.image.processor import PIXEL_MASK, ImageProcessor, resize
 
 if TYPE_CHECKING:
     from PIL.Image import Image

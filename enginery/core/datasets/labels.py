@@ -112,15 +112,15 @@ def index_labels(
     if reading == "auto":
         reading = _only_reading(column or labels, indices, where)
     index_of = _index_by_name if reading == "names" else _index
-    found = [index_of(label, indices) for label in labels]
-    if None in found:
-        label = labels[found.index(None)]
+    read = [index_of(label, indices) for label in labels]
+    if None in read:
+        label = labels[read.index(None)]
         raise InputError(
             f"{where}: the label {label!r} is not one of the model's{nearest(str(label), indices)}",
             do=f"The column is read as {reading}. The model's labels: "
             f"{', '.join(indices) or 'indices from 0 on'}.",
         )
-    return [index for index in found if index is not None]
+    return [index for index in read if index is not None]
 
 
 def _only_reading(
@@ -137,7 +137,7 @@ def _only_reading(
     by_index = [_index(label, indices) for label in distinct]
     if None in by_name:
         # If some labels are neither, the kind that most labels are is in the message.
-        named, counted = (len(found) - found.count(None) for found in (by_name, by_index))
+        named, counted = (len(labels) - read.count(None) for read in (by_name, by_index))
         return "names" if None in by_index and named > counted else "indices"
     if None in by_index or by_name == by_index:
         return "names"

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ImageProcessor", "load_image"]
 
+PIXEL_MASK = "pixel_mask"
+"""Input of graphs that read which pixels are not padding."""
+
 _HALF = [0.5, 0.5, 0.5]
 _NEAREST, _BILINEAR, _BICUBIC = 0, 2, 3
 

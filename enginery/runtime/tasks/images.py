@@ -15,8 +15,7 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError
 from enginery.core.model.files import ModelConfig
 from enginery.runtime.image.files import load_image
-from enginery.runtime.image.processor import ImageProcessor
-from enginery.runtime.sample_inputs import PIXEL_MASK
+from enginery.runtime.image.processor import PIXEL_MASK, ImageProcessor
 from enginery.runtime.tasks.classify import LabelOptions, LabelResults
 from enginery.runtime.tasks.embed import VectorOptions, finish_vectors, require_dimensions
 from enginery.runtime.tasks.task import (

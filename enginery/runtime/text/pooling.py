@@ -198,9 +198,9 @@ def _read_layer(kind: str, directory: Path) -> Layer:
     else:
         shape, has_bias = (LayerNormConfig.read(directory).dimension,), True
     if weight is None or weight.shape != shape or (bias is not None) != has_bias:
-        found = ", ".join(f"{name} {tensor.shape}" for name, tensor in tensors.items())
+        shapes = ", ".join(f"{name} {tensor.shape}" for name, tensor in tensors.items())
         raise ArtifactError(
-            f"{file} has {found or 'no tensors'}; expected {prefix}.weight {shape}"
+            f"{file} has {shapes or 'no tensors'}; expected {prefix}.weight {shape}"
             f"{f' and {prefix}.bias' if has_bias else ' alone'}, as config.json beside it says.",
             do="Export the model again.",
         )
