@@ -718,8 +718,8 @@ def _compare_vectors(
     cosine = float(mine @ theirs) / max(length * float(np.linalg.norm(mine)), 1e-30)
     return Difference(
         largest,
-        f"the vector is {distance / max(length, 1e-30):.2g} of its length away from the reference's, "
-        f"{limits.distance:.2g} allowed (cosine {cosine:.6f})",
+        f"the vector is {distance / max(length, 1e-30):.2g} of its length away from the "
+        f"reference's, {limits.distance:.2g} allowed (cosine {cosine:.6f})",
     )
 
 

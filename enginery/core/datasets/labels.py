@@ -137,7 +137,7 @@ def _only_reading(
     by_index = [_index(label, indices) for label in distinct]
     if None in by_name:
         # If some labels are neither, the kind that most labels are is in the message.
-        named, counted = (len(labels) - read.count(None) for read in (by_name, by_index))
+        named, counted = (len(read) - read.count(None) for read in (by_name, by_index))
         return "names" if None in by_index and named > counted else "indices"
     if None in by_index or by_name == by_index:
         return "names"
