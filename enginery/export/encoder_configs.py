@@ -71,29 +71,24 @@ def _inputs(model: Any, *, takes_pixels: bool) -> dict[str, dict[int, str]]:
     return {name: dict(_TOKENS) for name in names if name in accepted}
 
 
-class _TextEncoder(TextEncoderOnnxConfig):  # type: ignore[misc]  # Optimum is not type-checked
+class _OwnNames:
+    """Gives a configuration the inputs and outputs that it was made with."""
+
+    inputs_of_model: dict[str, dict[int, str]]
+    outputs_of_model: dict[str, dict[int, str]]
+
+    @property
+    def inputs(self) -> dict[str, dict[int, str]]:
+        return self.inputs_of_model
+
+    @property
+    def outputs(self) -> dict[str, dict[int, str]]:
+        return self.outputs_of_model
+
+
+class _TextEncoder(_OwnNames, TextEncoderOnnxConfig):  # type: ignore[misc]  # not type-checked
     NORMALIZED_CONFIG_CLASS = NormalizedTextConfig
-    inputs_of_model: dict[str, dict[int, str]]
-    outputs_of_model: dict[str, dict[int, str]]
-
-    @property
-    def inputs(self) -> dict[str, dict[int, str]]:
-        return self.inputs_of_model
-
-    @property
-    def outputs(self) -> dict[str, dict[int, str]]:
-        return self.outputs_of_model
 
 
-class _ImageEncoder(VisionOnnxConfig):  # type: ignore[misc]  # Optimum is not type-checked
+class _ImageEncoder(_OwnNames, VisionOnnxConfig):  # type: ignore[misc]  # not type-checked
     NORMALIZED_CONFIG_CLASS = NormalizedVisionConfig
-    inputs_of_model: dict[str, dict[int, str]]
-    outputs_of_model: dict[str, dict[int, str]]
-
-    @property
-    def inputs(self) -> dict[str, dict[int, str]]:
-        return self.inputs_of_model
-
-    @property
-    def outputs(self) -> dict[str, dict[int, str]]:
-        return self.outputs_of_model
