@@ -231,7 +231,7 @@ class SideFileMetrics:
         return self.differences[0].describe() if self.differences else ""
 
     def describe(self) -> str:
-        """Return `5 files beside the graphs are the source's, in content or in effect`."""
+        """Return `5 are the source's, in content or in effect`."""
         if not self.differences:
             return f"{len(self.compared)} are the source's, in content or in effect"
         files = dict.fromkeys(difference.file for difference in self.differences)

@@ -100,7 +100,7 @@ class TorchAnswers:
         except InputError:
             raise
         except Exception as error:  # bad files can cause any error, anywhere in transformers
-            raise InputError(_first_line(error)) from error
+            raise InputError(first_line(error)) from error
         return [self._answer(answer, item) for item in items]
 
     def _answer(self, answer: Callable[[Item], RawAnswer], item: Item) -> RawAnswer:
@@ -109,7 +109,7 @@ class TorchAnswers:
             with torch.inference_mode(), self._watched() as logits:
                 result = answer(item)
         except Exception as error:  # an input may be wrong for a model in any way
-            return RawAnswer(problem=_first_line(error))
+            return RawAnswer(problem=first_line(error))
         result.scale, result.margins = logits.scale, logits.margins
         return result
 
@@ -447,5 +447,6 @@ def _read(file: Path) -> Any:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its class without a message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

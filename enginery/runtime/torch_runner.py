@@ -48,7 +48,7 @@ from enginery.core.model.screening import screen_model
 from enginery.core.model.source import ModelSource
 from enginery.core.shapes import dynamic_dims
 from enginery.runtime.decoder_graphs import is_cross_attention, is_decoder
-from enginery.runtime.torch_answers import Item, RawAnswer, TorchAnswers
+from enginery.runtime.torch_answers import Item, RawAnswer, TorchAnswers, first_line
 from enginery.runtime.torch_checkpoint import (
     CHANGES_ANSWERS,
     explain_load_error,
@@ -159,7 +159,7 @@ def load_pytorch(path: Path, task: str, options: TorchOptions = TorchOptions()) 
         except Exception as error:  # a bad config can cause any error, anywhere in transformers
             if reason := explain_load_error(path):
                 raise reason from error
-            first = _first_line(error)
+            first = first_line(error)
             raise ExportError(f"PyTorch cannot load {path} for {task}: {first}") from error
     # FP64 weights take twice the memory of FP32: for a large model, upcast each as it is used.
     large = precision == "fp64" and _weights_bytes(model) > _UPCAST_ON_USE_BYTES
@@ -393,7 +393,7 @@ class TorchRunner(Closeable):
             with _quiet():
                 tensors = self._answers.prepare(item)
         except Exception as error:  # bad files can cause any error, anywhere in transformers
-            raise InputError(f"transformers' processor fails: {_first_line(error)}") from error
+            raise InputError(f"transformers' processor fails: {first_line(error)}") from error
         return {name: _array(tensor) for name, tensor in tensors.items()}
 
     @cached_property
@@ -421,7 +421,7 @@ class TorchRunner(Closeable):
                 )
                 return [list(tokenizer(text).input_ids) for text in texts]
         except Exception as error:  # bad files can cause any error, anywhere in transformers
-            raise InputError(f"transformers' tokenizer fails: {_first_line(error)}") from error
+            raise InputError(f"transformers' tokenizer fails: {first_line(error)}") from error
 
     def decode_tokens(self, tokens: Sequence[Sequence[int]]) -> list[str]:
         """Return the texts of tokens by the model's own tokenizer, without special tokens.
@@ -434,7 +434,7 @@ class TorchRunner(Closeable):
                 decode = self._answers.tokenizer.decode
                 return [decode(list(row), skip_special_tokens=True) for row in tokens]
         except Exception as error:  # bad files can cause any error, anywhere in transformers
-            raise InputError(f"transformers' tokenizer fails: {_first_line(error)}") from error
+            raise InputError(f"transformers' tokenizer fails: {first_line(error)}") from error
 
     def generation_config(self) -> dict[str, Any]:
         """Return the options that `generate` has without any arguments.
@@ -466,7 +466,7 @@ class TorchRunner(Closeable):
         # Others are bugs and pass.
         except (RuntimeError, LookupError, ValueError, TypeError, AssertionError) as error:
             shapes = ", ".join(f"{name} {array.shape}" for name, array in feeds.items())
-            first = _first_line(error)
+            first = first_line(error)
             raise InputError(f"PyTorch rejects the inputs {shapes}: {first}") from error
 
     def weights(self) -> Outputs:
@@ -544,7 +544,7 @@ class TorchRunner(Closeable):
             with torch.inference_mode(), _quiet(), self._precision():
                 decoder.check_cache(tensors)
         except Exception as error:  # a model of any class may fail in any way
-            return _first_line(error)
+            return first_line(error)
         return ""
 
     def _is_encoder(self) -> bool:
@@ -606,7 +606,7 @@ class TorchRunner(Closeable):
                 )
             except (LookupError, ValueError, TypeError) as error:  # not in its registry
                 self._submodels = {}
-                reason = _first_line(error).rstrip(".")
+                reason = first_line(error).rstrip(".")
                 self._submodel_obstacle = f"cannot make its parts again: {reason}"
             self._state = self._state.anew(self._model)
         return self._submodels
@@ -698,11 +698,6 @@ def _array(tensor: Any) -> NDArray[Any]:
         tensor = tensor.float()
     array: NDArray[Any] = tensor.numpy()
     return array
-
-
-def _first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the name of its class without a message."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 @contextmanager

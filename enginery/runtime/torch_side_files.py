@@ -27,6 +27,9 @@ from enginery.runtime.torch_config import load_config
 from enginery.runtime.torch_tokenizer import describe_tokenizer, load_reference_tokenizer
 from enginery.runtime.torch_weights import RERANKER_LABELS
 
+_ROUNDING = 2e-3
+"""Allowed difference of a processor's numbers, as a share of 1 plus the largest."""
+
 
 def describe_side_files(
     directory: Path,
@@ -155,9 +158,9 @@ def _compare_sounds(directory: Path, reference: Any) -> str:
     sounds = [samples for samples, _ in synthetic_sounds(rate, 3)]
     if getattr(reference, "dither", 0):
         return ""  # random numbers
-    expected = reference(sounds, sampling_rate=rate, return_tensors="np", padding=True)
-    if processor.kind in ("Whisper", "AST"):  # padded to a length of their own
-        expected = reference(sounds, sampling_rate=rate, return_tensors="np")
+    # Whisper and AST pad to a length of their own.
+    padding = {} if processor.kind in ("Whisper", "AST") else {"padding": True}
+    expected = reference(sounds, sampling_rate=rate, return_tensors="np", **padding)
     for name, values in processor(sounds).items():
         if name not in expected:
             continue
@@ -173,9 +176,6 @@ def _largest_difference(values: Any, expected: Any) -> str:
     largest = float(np.abs(values.astype(np.float64) - expected).max(initial=0.0))
     # A level of gray in 255 is 0.016 after normalization; filters of sound round more.
     return f"differ by {largest:.2g}" if largest > _ROUNDING * (1 + np.abs(expected).max()) else ""
-
-
-_ROUNDING = 2e-3
 
 
 def _load_processor(directory: Path) -> Any:

@@ -59,6 +59,7 @@ from enginery.runtime.tasks.task import Row, Task
 from enginery.runtime.text.tokenizer import TEXT_INPUTS
 from enginery.runtime.torch_reference import TorchReference
 from enginery.validate.compare import ComparisonLimits
+from enginery.validate.metrics.differences import compute_differences
 from enginery.validate.reference import LastStep, Reference
 
 RunGraph = Callable[[Feeds], dict[str, NDArray[Any]]]
@@ -664,7 +665,9 @@ def _paired(answer: Any, expected: Any) -> Iterator[tuple[str, float | None, flo
             for name, *scores in _paired_best(mine, theirs):
                 yield (f"token {name} for mask {index + 1}", scores[0], scores[1])
         if len(answer) != len(expected):
-            yield f"mask {min(len(answer), len(expected)) + 1}", None, math.nan
+            mask = f"mask {min(len(answer), len(expected)) + 1}"
+            has_more = len(answer) > len(expected)
+            yield mask, math.nan if has_more else None, None if has_more else math.nan
         return
     # Several labels may have one name: their scores are compared in order.
     mine, theirs = _by_name(answer), _by_name(expected)
@@ -737,15 +740,16 @@ def _compare_tensors(
             )
         if mine.dtype.kind not in "fiub" or not theirs.size:
             continue
-        finite = np.isfinite(theirs)
-        # Masks of attention are infinite on both sides.
-        error = np.abs(np.where(finite, mine, 0.0) - np.where(finite, theirs, 0.0))
-        size = float(error.max())
-        largest = max(largest, size)
-        scale = float(np.abs(theirs[finite]).max(initial=0.0))
-        allowed = limits.error(scale, (name,))
-        if not size <= allowed:
+        # Masks of attention are infinite, or the lowest number, on both sides.
+        differences = compute_differences(mine, theirs, None)
+        largest = max(largest, differences.max_abs)
+        if differences.unequal:
+            return Difference(largest, f"{name} is infinite or NaN on one side only")
+        allowed = limits.error(differences.largest, (name,))
+        if differences.max_abs > allowed:
             return Difference(
-                largest, f"{name} differs by {size:.3g} from the reference's, {allowed:.2g} allowed"
+                largest,
+                f"{name} differs by {differences.max_abs:.3g} from the reference's, "
+                f"{allowed:.2g} allowed",
             )
     return Difference(largest)

@@ -49,7 +49,7 @@ def check_declared_precision(artifact: Artifact) -> None:
     quantized = manifest.is_quantized
     declared = manifest.float_precision
     if declared != "fp32":
-        _check_float_weights(artifact, tops, declared)
+        _check_float_weights(artifact, tops, graphs, declared)
     if quantized and not any(_is_quantized(graph) for graph in graphs):
         raise ArtifactError(
             f"{artifact.path / MANIFEST} declares a quantize stage, but no graph has a quantized "
@@ -58,9 +58,10 @@ def check_declared_precision(artifact: Artifact) -> None:
         )
 
 
-def _check_float_weights(artifact: Artifact, tops: list[Graph], declared: str) -> None:
+def _check_float_weights(
+    artifact: Artifact, tops: list[Graph], graphs: list[Graph], declared: str
+) -> None:
     """Check that enough of the float weights have the declared precision."""
-    graphs = [graph for top in tops for graph in _with_subgraphs(top)]
     counts = _count_weights(graphs, set())
     if not counts or counts.get(declared, 0) >= _MIN_SHARE * sum(counts.values()):
         return

@@ -434,9 +434,8 @@ def find_prompts(
                 differing = scan.run(start, at_once)
             except InputError:  # the graph fails: what PyTorch decodes shows it
                 differing = [length]
-            # The largest prompt and the smallest, and what lies between.
-            ends = sorted({*differing})
-            chosen = [*ends[:_FOLLOWED], *ends[_FOLLOWED:][-1:]]
+            # The shortest prompts, and the longest.
+            chosen = [*differing[:_FOLLOWED], *differing[_FOLLOWED:][-1:]]
             suspicious += [(rows, n) for n in chosen if n + STEPS <= limits.max_positions]
             suspicious += [
                 (rows, limits.max_positions - STEPS)

@@ -16,10 +16,12 @@ transformers is not installed or cannot read them.
 
 from __future__ import annotations
 
+import filecmp
 import json
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -113,10 +115,13 @@ class _Comparison:
         self.sources = _read_names(self.theirs, code=code)
         if not (self.mine / _CONFIG).is_file() and not self.own:
             self.sources = set()  # a file that was imported without the files beside it
+        if self.reference.is_onnx and source.record.id != artifact.manifest.source.id:
+            # A graph from elsewhere, or one that was moved, may lie without the files beside it.
+            self.own &= self.sources
         self.changed = {
             name
             for name in self.own & self.sources
-            if (self.mine / name).read_bytes() != (self.theirs / name).read_bytes()
+            if not filecmp.cmp(self.mine / name, self.theirs / name, shallow=False)
         }
         self.written = _written_by_export(self.reference)
         self.generates = is_generating(artifact.manifest.task)
@@ -189,10 +194,15 @@ class _Comparison:
         shutil.rmtree(copies, ignore_errors=True)
         return described[0], described[1]
 
+    @cached_property
+    def _tokenizer(self) -> TextTokenizer:
+        """The artifact's tokenizer; ArtifactError if it cannot be opened."""
+        return TextTokenizer.open(self.mine)
+
     def _limit(self) -> int:
         """Return the tokenizer's limit in tokens; 0 if it cannot be opened."""
         try:
-            return TextTokenizer.open(self.mine).limit
+            return self._tokenizer.limit
         except ArtifactError:
             # Words and letters of some models are in vocab.json alone.
             return 16 if "tokenizer_config.json" in self.own & self.sources else 0
@@ -216,8 +226,7 @@ class _Comparison:
         problem = ""
         if "tokenizer.json" in self.own:
             try:
-                tokenizer = TextTokenizer.open(self.mine)
-                differences = compare_tokenizer(self.mine, tokenizer, expected)
+                differences = compare_tokenizer(self.mine, self._tokenizer, expected)
                 problem = differences.problem or ", ".join(differences.state)
             except ArtifactError as error:
                 problem = error.message

@@ -449,7 +449,11 @@ class _Comparison:
             providers=providers_of(config),
             allow_fallback=config.allow_fallback,
         ) as runner:
-            run = run_on_rungs(runner, self.feed_limits, pad_left=_pads_left(artifact, record))
+            run = run_on_rungs(
+                runner,
+                self.feed_limits,
+                pad_left=runner.ladder is not None and _pads_left(artifact, record),
+            )
             self.providers = [
                 {"name": p.name, "reason": p.reason, "options": p.options} for p in runner.providers
             ]

@@ -144,6 +144,16 @@ def test_outputs_are_compared_by_name():
     assert "has the shape (1, 1, 4)" in difference({"boxes": boxes[:, :1]}, expected).problem
 
 
+@pytest.mark.parametrize("fill", [-np.inf, np.finfo(np.float32).min])
+def test_a_fill_of_masked_places_hides_no_error(fill):
+    expected = raw(logits=np.array([[fill, 1.0]]))
+    assert not difference({"logits": np.array([[fill, 1.0]])}, expected).problem
+    assert (
+        "logits differs by 4" in difference({"logits": np.array([[fill, 5.0]])}, expected).problem
+    )
+    assert "on one side only" in difference({"logits": np.array([[5.0, 1.0]])}, expected).problem
+
+
 def test_limits_are_those_of_the_outputs():
     exact = Tolerance.for_precision("fp32")
     assert FP32.error(4.0) == pytest.approx(8 * 32 * 2**-24 * 4 + 16 * 2**-24 * 4)

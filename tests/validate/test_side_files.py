@@ -101,6 +101,15 @@ def test_changes_without_effect_pass(artifact, tmp_path, model):
             assert compare(changed, tmp_path).differences == [], name
 
 
+def test_a_graph_that_was_moved_lies_without_its_files(artifact, tmp_path):
+    own = artifact("classifier")
+    (tmp_path / "moved").mkdir()
+    shutil.copy(own.path / "model.onnx", tmp_path / "moved" / "model.onnx")
+    config = ValidateConfig(reference=str(tmp_path / "moved" / "model.onnx"))
+    reference = Reference.of(own, config)
+    assert module.compare_side_files(reference, tmp_path).differences == []
+
+
 def edited(artifact, directory, name, content):
     shutil.copytree(artifact.path, directory)
     if content is None:

@@ -70,8 +70,8 @@ def threshold_cases(
     heads = max(_numbers(settings, _HEADS), default=16)
 
     def affordable(length: int) -> bool:
-        bytes_ = 4 * max(heads * length * length, limits.vocab_size * length)
-        return bytes_ <= _SCORES_BYTES and cost.allows(length)
+        bytes_ = 4 * rows * max(heads * length * length, limits.vocab_size * length)
+        return bytes_ <= _SCORES_BYTES and cost.allows(rows * length)
 
     thresholds = [n for n in sorted(set(_lengths(settings))) if 8 <= n < longest]
     lengths = [n for length in thresholds[:_THRESHOLDS] for n in (length, length + 1)]
