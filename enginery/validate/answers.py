@@ -168,7 +168,7 @@ class AnswerLimits:
 
 
 @dataclass
-class AnswerComparison:
+class RawAnswerComparison:
     """What the comparison has found so far."""
 
     graph: str
@@ -260,7 +260,7 @@ def compare_answers(
             )
         except InputError as error:
             return AnswerResults(not_compared=f"{_REFERENCES[kind]}: {error.message}")
-        comparison = AnswerComparison(record.file, kind)
+        comparison = RawAnswerComparison(record.file, kind)
         for raw, answer in zip(inputs, expected, strict=True):
             if answer["problem"]:
                 comparison.rejected[raw.name] = answer["problem"]
@@ -554,7 +554,7 @@ def _plain(verb: str, result: Any) -> Any:
 
 
 def _compare(
-    comparison: AnswerComparison,
+    comparison: RawAnswerComparison,
     side: _TaskSide | _TensorSide,
     inputs: Sequence[RawInput],
     expected: Sequence[Mapping[str, Any]],

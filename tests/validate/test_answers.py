@@ -13,7 +13,7 @@ from enginery.core.tolerance import QuantizedTolerance, Tolerance
 from enginery.reports.validation import AnswerMetrics
 from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 from enginery.validate import answers
-from enginery.validate.answers import AnswerComparison, AnswerLimits, RawInput, compare_answers
+from enginery.validate.answers import RawAnswerComparison, AnswerLimits, RawInput, compare_answers
 from enginery.validate.compare import ComparisonLimits
 from enginery.validate.config import ValidateConfig
 from enginery.validate.reference import Reference
@@ -176,7 +176,7 @@ def test_each_input_runs_alone_and_in_a_batch():
     inputs = [RawInput(value, value, {}) for value in "abcd"]
     expected = [raw([["x", 0.5]]) for _ in inputs]
     expected[3] = {**raw(), "problem": "longer than the model's positions"}
-    comparison = AnswerComparison("model.onnx", "classify")
+    comparison = RawAnswerComparison("model.onnx", "classify")
     answers._compare(comparison, side, inputs, expected, FP32)
     assert comparison.problems["b"].startswith("in a batch, x is 0.6, the reference's 0.5")
     assert set(comparison.problems) == {"b"}
