@@ -50,7 +50,7 @@ def check_unused(model: Any, source: Path, *, allow_unused: bool) -> list[str]:
         merge = "merge the adapter (merge_and_unload() of PEFT) and save the model"
         other = "correct config.json, or name the class that has them in `architectures`"
         raise ExportError(
-            f"{source} has tensors that {name} does not use, so its answers would be others: "
+            f"{source} has tensors that {name} does not use, so its answers would differ: "
             f"{describe_names(lost)}.",
             do=f"Either {merge if adapters else other}; or leave them out with --allow-unused.",
             option="allow_unused",

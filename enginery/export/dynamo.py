@@ -23,7 +23,7 @@ from enginery.export.checkpoint import check_unused, require_trained, untrained_
 from enginery.export.config import ExportConfig
 from enginery.export.graphs import ExportedModel
 from enginery.export.model_inputs import TYPES, compare_inputs
-from enginery.export.optimum import choose_task, with_image_size
+from enginery.export.optimum import choose_task, require_padding_token, with_image_size
 from enginery.export.positions import find_length_limit
 from enginery.export.sentence_modules import write_module_weights
 from enginery.export.side_files import copy_side_files, require_equal_processor
@@ -72,6 +72,9 @@ def export_with_dynamo(
             device=config.device,
         ),
     )
+    # A class of one's own may need none; those of transformers fail without one as they are traced.
+    if task == "text-classification" and getattr(model.config, "pad_token_id", None) is not None:
+        require_padding_token(model, source, trust_remote_code=config.trust_remote_code)
     unused_notes = check_unused(model, source, allow_unused=config.allow_unused)
     length_limit, limit_notes = find_length_limit(model, settings)
     model.config.use_cache = False

@@ -156,14 +156,8 @@ def _export(
 
     `main_export` loads tokenizers before and after the trace, and holds them while memory peaks.
     """
-    if task == "text-classification" and getattr(model.config, "pad_token_id", None) is None:
-        raise ExportError(
-            f"a text classifier needs a padding token, but neither config.json nor the tokenizer "
-            f"of {source} has one.",
-            do="Set pad_token_id in config.json.",
-        )
     if task == "text-classification":
-        _refuse_padding_at_the_end(source, trust_remote_code=config.trust_remote_code)
+        require_padding_token(model, source, trust_remote_code=config.trust_remote_code)
     model.config.use_cache = task.endswith("with-past")
     if _has_soft_cap(model.config):
         model.set_attn_implementation("eager")  # the others leave the soft cap out
@@ -448,12 +442,18 @@ def _drop_unnamed_outputs(path: Path) -> list[str]:
     return [f"{path.name}: dropped the outputs {names}, which no task has"]
 
 
-def _refuse_padding_at_the_end(source: Path, *, trust_remote_code: bool) -> None:
-    """Raise ExportError if a classifier would skip the token that ends each of its texts.
+def require_padding_token(model: Any, source: Path, *, trust_remote_code: bool) -> None:
+    """Raise ExportError if a classifier has no padding token, or its texts end with it.
 
     Without a `pad_token_id` in config.json, transformers reads the last token of a text alone, and
     the classifier of a graph the last one that is not the tokenizer's padding token.
     """
+    if getattr(model.config, "pad_token_id", None) is None:
+        raise ExportError(
+            f"a text classifier needs a padding token, but neither config.json nor the tokenizer "
+            f"of {source} has one.",
+            do="Set pad_token_id in config.json.",
+        )
     loaded = load_config(source, trust_remote_code=trust_remote_code)
     if getattr(loaded.config, "pad_token_id", None) is not None:
         return
@@ -476,8 +476,9 @@ def _require_used(model: Any, used: UsedWeights, graphs: list[Path]) -> list[str
     no embedding is read from it.
     """
     random = getattr(model, "untrained_weights", ())
-    left_out = [name for name in used.left_out(model, graphs) if name not in random]
-    lost = [name for name in left_out if "pooler" not in name.split(".")]
+    lost, poolers = (
+        [name for name in names if name not in random] for names in used.left_out(model, graphs)
+    )
     if lost:
         raise ExportError(
             f"the outputs of {type(model).__name__} depend on weights that are in no graph: "
@@ -485,8 +486,8 @@ def _require_used(model: Any, used: UsedWeights, graphs: list[Path]) -> list[str
             do="Optimum exports fewer outputs than the class has: try --exporter dynamo.",
         )
     notes = list(used.notes)
-    if left_out:
-        notes.append(f"left out, because no output depends on it: {', '.join(left_out)}")
+    if poolers:
+        notes.append(f"left out, because no output depends on it: {', '.join(poolers)}")
     return notes
 
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from enginery.core.artifact.manifest import GraphRecord, PaddingRecord
 from enginery.core.errors import ArtifactError
 from enginery.core.model.feeds import FeedLimits
-from enginery.core.model.files import SpecialTokens, SpecialTokensMap, TokenizerConfig
+from enginery.core.model.files import SpecialTokens
 from enginery.core.model.onnx_structure import is_random_input
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.text.batching import fill_rows
@@ -78,11 +78,11 @@ def measure_padding(
         tokenizer = TextTokenizer.open(directory)
     except ArtifactError:  # no tokenizer, or one that cannot be read: clients send tensors
         return None, []
-    special = TokenizerConfig.read(directory).with_map(SpecialTokensMap.read(directory))
-    texts = _random_texts(tokenizer, special, limits)
+    texts = _random_texts(tokenizer, limits)
     if tokenizer.pad_id is None or len(set(map(len, texts))) < 2:
         return None, []
-    candidates = _candidates(tokenizer, special_token_id(tokenizer.backend, special.pad_token))
+    own_id = special_token_id(tokenizer.backend, tokenizer.special.pad_token)
+    candidates = _candidates(tokenizer, own_id)
     for padding in candidates:
         padded = tokenizer.for_graph(graph.record.model_copy(update={"padding": padding}))
         try:
@@ -126,17 +126,15 @@ def _notes(padding: PaddingRecord, first: PaddingRecord) -> list[str]:
     ]
 
 
-def _random_texts(
-    tokenizer: TextTokenizer, special: SpecialTokens, limits: FeedLimits
-) -> list[TokenIds]:
+def _random_texts(tokenizer: TextTokenizer, limits: FeedLimits) -> list[TokenIds]:
     """Return texts of different lengths, of tokens that are not special; nothing if all are."""
     backend = tokenizer.backend
-    roles = special.model_dump(exclude_none=True).values()
+    roles = [getattr(tokenizer.special, role) for role in SpecialTokens.model_fields]
     added = backend.get_added_tokens_decoder().items()
     excluded = [limits.pad_token_id, tokenizer.pad_id or 0, *limits.special_ids]
     excluded += [token_id for token_id, token in added if token.special]
-    excluded += [i for i in map(backend.token_to_id, roles) if i is not None]
-    size = min(limits.vocab_size, backend.get_vocab_size(with_added_tokens=True))
+    excluded += [i for i in map(backend.token_to_id, filter(None, roles)) if i is not None]
+    size = min(limits.vocab_size, tokenizer.vocabulary_size)
     plain = np.setdiff1d(np.arange(size), excluded)
     if not plain.size:
         return []

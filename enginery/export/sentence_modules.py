@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from enginery.core.errors import ExportError, SourceError
 from enginery.core.model.files import DenseConfig, read_modules
-from enginery.core.model.weights import MODULE_WEIGHTS
+from enginery.core.model.weights import MODULE_WEIGHTS, is_module_folder
 from enginery.runtime.text.pooling import require_dense
 
 
@@ -34,17 +34,18 @@ def write_module_weights(source: Path, out: Path) -> list[str]:
     for module in read_modules(source):
         if module.kind not in ("Dense", "LayerNorm"):
             continue
+        # The weights of other folders are not in the source's hash, nor was a pickle refused.
+        if not is_module_folder(module.path):
+            raise ExportError(
+                f"{source / 'modules.json'}: the module {module.kind} is in {module.path!r}, "
+                "expected a folder such as 2_Dense.",
+                do="Save the model again with sentence-transformers.",
+            )
         folder = source / module.path
         if module.kind == "Dense":
             config = DenseConfig.read(folder, error=SourceError)
             require_dense(folder / DenseConfig.FILE, config, error=ExportError)
         tensors = _load(folder)
-        if not module.path[:1].isdigit():
-            raise ExportError(
-                f"{source / 'modules.json'}: the module {module.kind} is in {module.path!r}, "
-                "expected a folder that begins with a number, such as 2_Dense.",
-                do="Save the model again with sentence-transformers.",
-            )
         (out / module.path).mkdir(parents=True, exist_ok=True)
         save_file(
             {name: tensor.float().contiguous() for name, tensor in tensors.items()},

@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 from enginery.core.errors import SourceError, UntrustedModelError
-from enginery.core.model.files import side_files
+from enginery.core.model.files import PreprocessorConfig, side_files
 from enginery.core.model.screening import refuse_linked_out
 from enginery.core.paths import is_relative_path
 
@@ -54,12 +54,14 @@ def require_equal_processor(out: Path) -> None:
     Raises:
         SourceError: raw inputs would become other numbers than with transformers.
     """
+    if not (out / PreprocessorConfig.FILE).is_file():
+        return
     from enginery.runtime.torch_side_files import compare_processor
 
     if problem := compare_processor(out):
         raise SourceError(
             f"preprocessor_config.json: the model's inputs would be other numbers than with "
-            f"transformers, so that its answers would be others: {problem}.",
+            f"transformers, so that its answers would differ: {problem}.",
             do="Remove the setting that is not supported from a copy of the file, or the file, to "
             "export the model for tensors alone.",
         )

@@ -170,7 +170,7 @@ def _compare_own(source: Path, out: Path, *, trust_remote_code: bool) -> list[st
             problem = differences.problem or f"in tokenizer.json, {', '.join(differences.state)}"
     raise SourceError(
         f"the model's texts would get other token ids than with transformers, so that its answers "
-        f"would be others: {problem}.",
+        f"would differ: {problem}.",
         do="Change the setting in a copy of the model, or save the tokenizer there: "
         "AutoTokenizer.from_pretrained(MODEL).save_pretrained(COPY).",
     )

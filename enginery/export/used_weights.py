@@ -18,6 +18,7 @@ from onnx import numpy_helper
 from torch.autograd.graph import saved_tensors_hooks
 
 from enginery.core.artifact.external_data import load_graph
+from enginery.core.model.files import ModelConfig
 
 
 class UsedWeights:
@@ -28,11 +29,13 @@ class UsedWeights:
         self._is_on = is_on
         self._weights: dict[int, Any] = {}
         self._in_graphs: set[int] = set()
+        self._poolers: set[int] = set()
+        """Weights that `pooler_output` alone depends on, where another output is the vector."""
         self.notes: list[str] = []
         """Why the weights in use are not known."""
 
     def add(self, model: Any, inputs: Mapping[str, Any], file: str) -> None:
-        """Run what a graph is traced from, with Optimum's forward and with the model's own.
+        """Run the module that a graph is traced from, with Optimum's forward and with its own.
 
         Args:
             model: the module, with Optimum's `forward` as an attribute.
@@ -47,24 +50,45 @@ class UsedWeights:
             with torch.enable_grad(), nothing_kept:
                 self._in_graphs |= {id(weight) for weight in _reached(model(**inputs))}
                 results = type(model).forward(model, **inputs)
-                self._weights |= {id(weight): weight for weight in _reached(results)}
+                reached = {id(weight): weight for weight in _reached(results)}
+                self._weights |= reached
+                if _has_spare_pooler(model, results):
+                    others = {n: tensor for n, tensor in results.items() if n != "pooler_output"}
+                    self._poolers |= reached.keys() - {id(weight) for weight in _reached(others)}
         except Exception as error:  # a model of any class may fail in any way
             self.notes.append(f"{file}: which weights are in use is not known: {error}")
 
-    def left_out(self, model: Any, graphs: Sequence[Path]) -> list[str]:
-        """Return the names of the weights that only the model's own outputs depend on, sorted.
+    def left_out(self, model: Any, graphs: Sequence[Path]) -> tuple[list[str], list[str]]:
+        """Return the weights that only the model's own outputs depend on, by name, sorted.
 
         A weight can be in a graph although no gradient reaches it: before an argmax, for example.
+
+        Returns:
+            Weights without which features are others, and those of a pooler that nothing reads.
         """
         missing = self._weights.keys() - self._in_graphs
         weights = {n: w for n, w in model.named_parameters() if id(w) in missing}
-        if weights:
-            arrays = {n: w.detach().cpu().float().numpy() for n, w in weights.items()}
+        poolers = {
+            name
+            for name, weight in weights.items()
+            if id(weight) in self._poolers or "pooler" in name.split(".")
+        }
+        others = {
+            n: w.detach().cpu().float().numpy() for n, w in weights.items() if n not in poolers
+        }
+        lost: list[str] = []
+        if others:
             # The exporter keeps one of several equal vectors, under any of their names.
-            kept = set(weights_in_graphs(arrays, graphs, by_value=1))
-            modules = {name.rpartition(".")[0] for name in weights.keys() - kept}
-            return sorted(name for name in weights if name.rpartition(".")[0] in modules)
-        return []
+            kept = set(weights_in_graphs(others, graphs, by_value=1))
+            modules = {name.rpartition(".")[0] for name in others.keys() - kept}
+            lost = sorted(name for name in others if name.rpartition(".")[0] in modules)
+        return lost, sorted(poolers)
+
+
+def _has_spare_pooler(model: Any, results: Any) -> bool:
+    """Return True if a model's vector is made of its last hidden state, not by its pooler."""
+    names_encoder = ModelConfig(architectures=(type(model).__name__,)).names_encoder
+    return isinstance(results, Mapping) and "last_hidden_state" in results and not names_encoder
 
 
 def _reached(outputs: Any) -> Iterator[Any]:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from enginery.core.errors import ExportError
-from enginery.core.model.files import SpecialTokens, SpecialTokensMap, TokenizerConfig
-from enginery.runtime.text.tokenizer_files import load_tokenizer
+from enginery.core.model.files import SpecialTokens
+from enginery.runtime.text.tokenizer import TextTokenizer
 
 _REMEDY = (
     "Resize the table and save the model again: model.resize_token_embeddings(len(tokenizer)). Its "
@@ -40,7 +40,8 @@ def check_vocabulary(directory: Path, rows: int) -> list[str]:
     """
     if not rows or not (directory / "tokenizer.json").is_file():
         return []
-    vocabulary = load_tokenizer(directory)[0].get_vocab(with_added_tokens=True)
+    tokenizer = TextTokenizer.open(directory)
+    vocabulary = tokenizer.backend.get_vocab(with_added_tokens=True)
     beyond = sorted((token_id, token) for token, token_id in vocabulary.items() if token_id >= rows)
     if not beyond:
         return []
@@ -49,9 +50,8 @@ def check_vocabulary(directory: Path, rows: int) -> list[str]:
         f"the tokenizer has {len(beyond)} token{'s' if len(beyond) > 1 else ''} beyond the model's "
         f"embedding table of {rows} rows: {listed}{', …' if len(beyond) > 4 else ''}"
     )
-    special = TokenizerConfig.read(directory).with_map(SpecialTokensMap.read(directory))
     names = {token for _, token in beyond}
-    roles = [role for role in SpecialTokens.model_fields if getattr(special, role) in names]
+    roles = [r for r in SpecialTokens.model_fields if getattr(tokenizer.special, r) in names]
     if roles:
         raise ExportError(f"{problem}. One is the {roles[0]}.", do=_REMEDY)
     return [f"{problem}; a text with such a token is an error"]

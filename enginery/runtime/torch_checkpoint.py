@@ -83,7 +83,9 @@ class CheckpointTensor:
 
     @property
     def is_quantized(self) -> bool:
-        """True for a weight of integers. Masks of attention are (1, 1, positions, positions)."""
+        """True for a weight of integers; masks of attention are none."""
+        if _CONSTANT.search(self.name):
+            return False
         if _QUANTIZED.search(self.name) and self.dtype in ("I32", "int32"):
             return True  # several numbers in one
         is_weight = self.name.endswith("weight") and len(self.shape) > 0

@@ -502,7 +502,7 @@ def _refusal(part: Mapping[str, Any], key: str, value: Any) -> SourceError:
     text = text if len(text) < 200 else f"{text[:200]}…"
     return SourceError(
         f"config.json sets {key} to {text}, which transformers {transformers.__version__} cannot "
-        f"express for {part.get('model_type') or 'this model'}: its answers would be others.",
+        f"express for {part.get('model_type') or 'this model'}: its answers would differ.",
         do="If the key has no effect on this model, remove it from a copy of config.json.",
     )
 

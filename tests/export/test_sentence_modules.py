@@ -1,6 +1,7 @@
 """Modules of sentence-transformers behind the pooling are applied as it applies them."""
 
 import json
+import re
 import shutil
 
 import numpy as np
@@ -10,7 +11,7 @@ from safetensors.torch import save_file
 from transformers import AutoModel, AutoTokenizer
 
 from enginery import export_model, load_model, validate_model
-from enginery.core.errors import ArtifactError, ExportError, SourceError
+from enginery.core.errors import ArtifactError, EngineryError, ExportError, SourceError
 from enginery.export.sentence_modules import write_module_weights
 from enginery.runtime.text.pooling import read_pooling
 from tests.tiny_encoders import save_encoder
@@ -180,6 +181,19 @@ def test_pickled_weights_of_a_module_are_rejected_unless_allowed(tiny_model, tmp
     add_modules(source, "Dense:activation.Tanh", save=torch.save, file="pytorch_model.bin")
     with pytest.raises(SourceError, match="only pickled weights for the module 2_Dense"):
         export_model(str(source))
+
+
+@pytest.mark.parametrize("folder", ["2_Dense_a", "Dense", "2_LSTM", "2_Dense/inner", "../2_Dense"])
+def test_folder_whose_weights_were_not_screened_is_refused(folder, tmp_path):
+    source = tmp_path / "source"
+    add_modules(source, "Dense:activation.Tanh")
+    (source / folder).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(source / "2_Dense", source / folder)
+    file = source / "modules.json"
+    file.write_text(file.read_text().replace('"2_Dense"', json.dumps(folder)))
+    with pytest.raises(EngineryError, match=re.escape(folder)):
+        write_module_weights(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_settings_that_are_not_supported_are_named(tmp_path):

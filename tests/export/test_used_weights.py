@@ -62,7 +62,7 @@ def test_projection_whose_output_the_graph_lacks_is_refused_by_name(graph):
     used = traced(model, "features")
     files = graph(model)
     # The weights of the choice are in the graph, though no gradient comes to them.
-    assert used.left_out(model, files) == ["projection.bias", "projection.weight"]
+    assert used.left_out(model, files) == (["projection.bias", "projection.weight"], [])
     with pytest.raises(ExportError, match=r"in no graph: projection\.bias, projection\.weight\."):
         _require_used(model, used, files)
     off = UsedWeights(is_on=False)  # a task has outputs of its own
@@ -79,6 +79,31 @@ def test_pooler_is_noted_unless_the_files_lack_it(graph):
     ]
     model.untrained_weights = ("pooler.bias", "pooler.weight")
     assert _require_used(model, used, files) == []
+
+
+class Images(torch.nn.Module):
+    """A last hidden state, and a vector behind a layer that is not named pooler: ConvNeXT."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(4, 4)
+        self.layernorm = torch.nn.LayerNorm(4)
+        torch.nn.init.normal_(self.layernorm.weight)
+
+    def forward(self, x):
+        hidden = self.layer(x)
+        return {"last_hidden_state": hidden, "pooler_output": self.layernorm(hidden)}
+
+
+def test_pooler_of_another_name_is_noted(graph):
+    model = Images()
+    used, whole = UsedWeights(), Images.forward
+    model.forward = lambda x: {"last_hidden_state": whole(model, x)["last_hidden_state"]}
+    used.add(model, {"x": torch.ones(2, 4)}, "model.onnx")
+    assert _require_used(model, used, []) == [
+        "left out, because no output depends on it: layernorm.bias, layernorm.weight"
+    ]
 
 
 def test_graph_with_all_outputs_leaves_nothing_out(graph):

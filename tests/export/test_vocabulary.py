@@ -34,17 +34,22 @@ def test_tokens_beyond_the_table_are_noted_by_name(tokenizer):
     assert "has 1 token beyond" in note
 
 
-def test_padding_token_beyond_the_table_is_refused(tokenizer):
+def add_token(directory, content, *, in_tokenizer, **roles):
+    """Add a token, with the next id, to a tokenizer's files."""
+    file = directory / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | roles))
+    if in_tokenizer:
+        file = directory / "tokenizer.json"
+        document = json.loads(file.read_text())
+        token = {**document["added_tokens"][0], "id": 600, "content": content}
+        document["added_tokens"].append(token)
+        file.write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize("in_tokenizer", [True, False])
+def test_padding_token_beyond_the_table_is_refused(tokenizer, in_tokenizer):
     """As a fine-tuned decoder has it, to which a padding token was added afterwards."""
-    file = tokenizer / "tokenizer_config.json"
-    added = json.loads(file.read_text()) | {"pad_token": "[EXTRA]"}
-    file.write_text(json.dumps(added))
-    file = tokenizer / "tokenizer.json"
-    document = json.loads(file.read_text())
-    document["added_tokens"].append(
-        {**document["added_tokens"][0], "id": 600, "content": "[EXTRA]"}
-    )
-    file.write_text(json.dumps(document))
+    add_token(tokenizer, "[EXTRA]", in_tokenizer=in_tokenizer, pad_token="[EXTRA]")
     with pytest.raises(ExportError, match=r"'\[EXTRA\]' \(600\)\. One is the pad_token"):
         check_vocabulary(tokenizer, 600)
     with pytest.raises(ExportError, match=r"beyond the model's embedding table of 600 rows"):

@@ -13,7 +13,7 @@ from enginery.core.tolerance import QuantizedTolerance, Tolerance
 from enginery.reports.validation import AnswerMetrics
 from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 from enginery.validate import answers
-from enginery.validate.answers import RawAnswerComparison, AnswerLimits, RawInput, compare_answers
+from enginery.validate.answers import AnswerLimits, RawAnswerComparison, RawInput, compare_answers
 from enginery.validate.compare import ComparisonLimits
 from enginery.validate.config import ValidateConfig
 from enginery.validate.reference import Reference

@@ -27,7 +27,13 @@ _WEIGHTS = (
 _INDEX = ".index.json"
 MODULE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """Weight files of a module of sentence-transformers, in the order in which it looks for them."""
-_MODULE = re.compile(rf"[0-9]+_(Dense|LayerNorm)/({'|'.join(map(re.escape, MODULE_WEIGHTS))})$")
+_MODULE_FOLDER = "[0-9]+_(Dense|LayerNorm)"
+_MODULE = re.compile(rf"{_MODULE_FOLDER}/({'|'.join(map(re.escape, MODULE_WEIGHTS))})$")
+
+
+def is_module_folder(name: str) -> bool:
+    """Return True for the folder of a module whose weights belong to the model: `2_Dense`."""
+    return re.fullmatch(_MODULE_FOLDER, name.strip("/")) is not None
 
 
 @dataclass(frozen=True)

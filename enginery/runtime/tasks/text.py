@@ -191,7 +191,7 @@ class TextTask(Task):
 
     def probe(self, tokens: int) -> Row:
         """Return a row of `tokens` token ids from the middle of the vocabulary."""
-        size = self.tokenizer.backend.get_vocab_size(with_added_tokens=True)
+        size = self.tokenizer.vocabulary_size
         # Special tokens are mostly at the beginning or the end of a vocabulary.
         return Row(TokenIds([size // 2] * tokens), tokens)
 

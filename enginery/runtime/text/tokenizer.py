@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import chain
 from pathlib import Path
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from enginery.core.artifact.manifest import GraphRecord, read_length_limit
 from enginery.core.errors import ArtifactError, InputError
-from enginery.core.model.files import ModelConfig, SentenceBertConfig
+from enginery.core.model.files import ModelConfig, SentenceBertConfig, SpecialTokens
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.text.chat_template import PairTemplate
 from enginery.runtime.text.languages import Languages, Placement
@@ -244,6 +244,8 @@ class TextTokenizer:
     parallel_encode: Callable[[Encode, list[Any]], list[Any]] | None = None
     """Runs the encoding of a list of texts, for example in chunks on several threads; None for the
     threads of `tokenizers`, which all tokenizers of the process share."""
+    special: SpecialTokens = field(default_factory=SpecialTokens)
+    """The special tokens that the tokenizer's class and files name."""
     pads: bool = True
     """False if the outputs of a text depend on padding, so that no text may be padded."""
 
@@ -305,6 +307,7 @@ class TextTokenizer:
             pads_to_limit=config.model_type in _PADDED_TO_LIMIT,
             pair_template=PairTemplate.open(directory),
             load_languages=cache(lambda: Languages.read(backend, settings, config, special)),
+            special=special,
         )
 
     def for_graph(self, record: GraphRecord) -> TextTokenizer:
@@ -506,7 +509,7 @@ class TextTokenizer:
         keeps_end = self.backend.truncation["direction"] == "left"
         # As the tokenizer truncates texts: only what is beside the special tokens is cut.
         inner = inner[len(inner) - max_inner :] if is_cut and keeps_end else inner[:max_inner]
-        size = self.backend.get_vocab_size(with_added_tokens=True)
+        size = self.vocabulary_size
         for token_id in inner:
             # bool is a subclass of int, but True is no token id.
             if (
@@ -552,6 +555,11 @@ class TextTokenizer:
             failure_reason(error)  # re-raises errors that do not come from `tokenizers`
             return False
         return not any(encoding.type_ids)
+
+    @cached_property
+    def vocabulary_size(self) -> int:
+        """Number of tokens, added ones included; `tokenizers` takes milliseconds to count them."""
+        return int(self.backend.get_vocab_size(with_added_tokens=True))
 
     @cached_property
     def _fast_encoder(self) -> FastEncoder:
