@@ -51,7 +51,7 @@ def write_module_weights(source: Path, out: Path) -> list[str]:
             {name: tensor.float().contiguous() for name, tensor in tensors.items()},
             out / module.path / MODULE_WEIGHTS[0],
         )
-        notes.append(f"the module {module.path} runs behind the graph, in FP32")
+        notes.append(f"the module {module.path} runs after the graph, in FP32")
     return notes
 
 

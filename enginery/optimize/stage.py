@@ -31,7 +31,7 @@ from enginery.optimize.guard import GuardRecord, describe_origin
 from enginery.reports.base import Report
 
 STAGE = "optimize"
-STAGE_VERSION = "6"
+STAGE_VERSION = "7"
 """Incremented when the same inputs yield another artifact; part of the fingerprint."""
 TOOLS = ("onnx", "onnx-ir", "onnxscript", "numpy", "tokenizers")
 _FUSION_TOOLS = ("optimum", "optimum-onnx", "transformers")

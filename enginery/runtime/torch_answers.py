@@ -26,6 +26,7 @@ import transformers
 from numpy.typing import NDArray
 
 from enginery.core.errors import InputError
+from enginery.core.model.files import SentenceBertConfig
 
 Item = Mapping[str, Any]
 """A raw input: `text`, with `text_pair` for a pair; `question` and `context`; `image`, uint8
@@ -36,11 +37,6 @@ Arrays = dict[str, NDArray[Any]]
 _LOGITS = ("logits", "start_logits", "end_logits")
 _TOP_ANSWERS, _TOP_FILLINGS = 3, 5
 _MARGINS = 32
-_SENTENCE_CONFIGS = tuple(
-    f"sentence_{name}_config.json"
-    for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
-)
-"""Files of sentence-transformers' Transformer module, in the order in which it looks for them."""
 
 
 @dataclass
@@ -273,8 +269,8 @@ class _Logits:
 class SentenceRule:
     """sentence-transformers' rule for one text: its modules, read from their files.
 
-    Source: `SentenceTransformer.encode`, `models/Transformer.py`, `models/Pooling.py`,
-    `models/Dense.py` and `models/Normalize.py` of sentence-transformers 5 and 6.
+    Source: `SentenceTransformer.encode` and the modules Transformer, Pooling, Dense, LayerNorm and
+    Normalize of sentence-transformers 5.7 and 6.2.
     """
 
     def __init__(self, model: Any, path: Path, options: Mapping[str, Any]) -> None:
@@ -298,7 +294,10 @@ class SentenceRule:
         for module in modules:
             kind, folder = module["type"].rpartition(".")[2], path / module["path"]
             if kind == "Transformer":
-                config = next(filter(None, (_read(folder / n) for n in _SENTENCE_CONFIGS)), {})
+                documents = (_read(folder / name) for name in SentenceBertConfig.FILES)
+                config = next(filter(None, documents), {})
+            elif self._is_plain:
+                self._steps.append(_Pooling({"pooling_mode": _plain_mode(model.config)}))
             else:
                 self._steps.append(_sentence_module(kind, folder))
         limit = config.get("max_seq_length")
@@ -331,7 +330,6 @@ class SentenceRule:
         return RawAnswer(arrays={"vector": _array(vector)})
 
     def _tokenize(self, text: str) -> dict[str, Any]:
-        text = text.strip()
         # A single text needs no padding, for which not every tokenizer has a token.
         return dict(
             self._tokenizer(
@@ -343,6 +341,12 @@ class SentenceRule:
         )
 
 
+def _plain_mode(config: Any) -> str:
+    """Return the pooling of a model without modules.json, as `SentenceTransformer` chooses it."""
+    is_decoder = (config.architectures or [""])[0].endswith("ForCausalLM")
+    return "lasttoken" if is_decoder and getattr(config, "is_causal", True) else "mean"
+
+
 def _own_vector(outputs: Mapping[str, Any], config: Any) -> Any | None:
     """Return the vectors of an encoder that makes them itself: CLIP's towers, DPR's encoders."""
     if "text_embeds" in outputs:
@@ -352,7 +356,7 @@ def _own_vector(outputs: Mapping[str, Any], config: Any) -> Any | None:
 
 
 def _sentence_module(kind: str, folder: Path) -> Callable[[dict[str, Any]], Any]:
-    """Return a module behind the transformer: from the features of a text to its vector."""
+    """Return a module after the transformer: from the features of a text to its vector."""
     if kind == "Pooling":
         return _Pooling(_read(folder / "config.json") or {})
     if kind == "Normalize":
@@ -402,12 +406,13 @@ class _Pooling:
         if not self.config.get("include_prompt", True):
             mask = mask.clone()
             mask[:, : features.get("prompt_length", 0)] = 0
+        first = int(mask[0].argmax())
         weights = mask[..., None].to(tokens.dtype)
         total, count = (tokens * weights).sum(1), weights.sum(1).clamp(min=1e-9)
         positions = torch.arange(1, tokens.shape[1] + 1)[None, :, None] * weights
         last = int(mask[0].nonzero()[-1]) if mask.any() else 0
         vectors = {
-            "cls": tokens[:, 0],
+            "cls": tokens[:, first],
             "max": tokens.masked_fill(weights == 0, -1e9).max(1).values,
             "mean": total / count,
             "mean_sqrt_len_tokens": total / count.sqrt(),

@@ -30,7 +30,12 @@ import numpy as np
 
 from enginery.core.errors import ArtifactError, EngineryError, SourceError
 from enginery.core.json_file import load_json
-from enginery.core.model.files import ModelConfig, PreprocessorConfig, side_files
+from enginery.core.model.files import (
+    ModelConfig,
+    PreprocessorConfig,
+    SentenceBertConfig,
+    side_files,
+)
 from enginery.reports.validation import SideFileDifference, SideFileMetrics
 from enginery.runtime.tasks import is_generating
 from enginery.runtime.text.tokenizer import TextTokenizer
@@ -59,7 +64,7 @@ _READ_BY_LOADERS = (
     *_TOKENIZER,
     *_VOCABULARIES,
     "modules.json",
-    "sentence_bert_config.json",
+    *SentenceBertConfig.FILES,
     "config_sentence_transformers.json",
     "processor_config.json",
 )

@@ -1,4 +1,4 @@
-"""Modules of sentence-transformers behind the pooling are applied as it applies them."""
+"""Modules of sentence-transformers after the pooling are applied as it applies them."""
 
 import json
 import re
@@ -168,7 +168,7 @@ def test_weights_become_float32_whatever_their_file(tmp_path):
     shutil.copytree(source, out)
     notes = write_module_weights(source, out)
     assert notes == [
-        f"the module {n} runs behind the graph, in FP32" for n in ("2_Dense", "3_LayerNorm")
+        f"the module {n} runs after the graph, in FP32" for n in ("2_Dense", "3_LayerNorm")
     ]
     tokens = np.ones((1, 2, 32), np.float32)
     expected = applied([layer.bfloat16().float() for layer in layers], torch.ones(1, 32))

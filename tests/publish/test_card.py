@@ -542,13 +542,13 @@ def test_card_names_optimum_only_if_a_class_of_it_opens_the_folder(tmp_path):
             assert ("- optimum\n" in card) == bool(loader)
 
 
-def test_card_says_which_readers_leave_out_modules_behind_the_graph(tmp_path):
+def test_card_says_which_readers_leave_out_modules_after_the_pooling(tmp_path):
     artifact = tiny_artifact("bert", "feature-extraction", tmp_path / "my-model")
     facts = CardFacts(artifact, "my-model", SourceCard(), Reports.of(artifact), ())
-    assert "behind the pooling" not in model_card(facts)
+    assert "after the pooling" not in model_card(facts)
     add_modules(artifact.path, "Dense:activation.Tanh", "Normalize")
     card = model_card(facts)
-    assert "**The vectors of a text need Dense behind the pooling.**" in card
+    assert "**The vectors of a text need Dense after the pooling.**" in card
     assert "such as transformers.js and FastEmbed, return other vectors" in card
 
 

@@ -112,6 +112,27 @@ def test_prompt_normalization_length_and_case(model, embed):
     np.testing.assert_allclose(embed(TEXT, lower), embed(TEXT.lower(), {}), rtol=1e-5)
 
 
+def test_files_of_earlier_classes_and_of_language_models(model, embed, monkeypatch):
+    network, _ = model
+    roberta = {**pooling("cls_token"), "sentence_roberta_config.json": {"max_seq_length": 4}}
+    bert = {**pooling("cls_token"), "sentence_bert_config.json": {"max_seq_length": 4}}
+    np.testing.assert_allclose(embed(TEXT, roberta), embed(TEXT, bert), rtol=1e-5)
+    monkeypatch.setattr(network.config, "architectures", ["BertForCausalLM"])
+    last = token_vectors(model, TEXT)[-1]
+    np.testing.assert_allclose(embed(TEXT, {}), last, rtol=1e-4, atol=1e-6)
+
+
+def test_cls_of_a_text_without_its_prompt_is_its_first_token(model, embed):
+    files = pooling("cls_token", include_prompt=False)
+    files["config_sentence_transformers.json"] = {
+        "prompts": {"query": "Find: "},
+        "default_prompt_name": "query",
+    }
+    prompt = len(token_vectors(model, "Find: ")) - 1
+    expected = token_vectors(model, "Find: " + TEXT)[prompt]
+    np.testing.assert_allclose(embed(TEXT, files), expected, rtol=1e-4, atol=1e-6)
+
+
 def test_dense_layer_is_applied(model, embed, tmp_path):
     import torch
     from safetensors.torch import save_file

@@ -115,8 +115,11 @@ def index_labels(
     read = [index_of(label, indices) for label in labels]
     if None in read:
         label = labels[read.index(None)]
+        other = _index if reading == "names" else _index_by_name
+        # A name among indices is spelled right.
+        hint = nearest(str(label), indices) if other(label, indices) is None else "."
         raise InputError(
-            f"{where}: the label {label!r} is not one of the model's{nearest(str(label), indices)}",
+            f"{where}: the label {label!r} is not one of the model's{hint}",
             do=f"The column is read as {reading}. The model's labels: "
             f"{', '.join(indices) or 'indices from 0 on'}.",
         )

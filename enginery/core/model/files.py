@@ -28,6 +28,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import PydanticCustomError
+from typing_extensions import override
 
 from enginery.core.errors import ArtifactError, EngineryError
 from enginery.core.json_file import load_json, read_json
@@ -152,7 +153,10 @@ class _File(_Values):
             EngineryError: the file is not a JSON object, or a value has the wrong type or is out
                 of range; the class is `error`.
         """
-        file = directory / cls.FILE
+        return cls._read(directory / cls.FILE, error)
+
+    @classmethod
+    def _read(cls, file: Path, error: type[EngineryError]) -> Self:
         document = read_json(file, error=error)
         return _validated(file, lambda: cls.model_validate(document), error)
 
@@ -344,6 +348,8 @@ class ModelConfig(ModelPart, _File):
     architectures: Annotated[tuple[String, ...], _expected("a list of strings")] = ()
     tokenizer_class: String = ""
     is_encoder_decoder: Flag = False
+    is_causal: Flag = True
+    """False for a decoder that was trained to read texts in both directions."""
     problem_type: String = ""
     id2label: dict[int, Label] = Field(default_factory=dict)
     label2id: dict[str, Annotated[int, _expected("an integer")]] = Field(default_factory=dict)
@@ -362,6 +368,16 @@ class ModelConfig(ModelPart, _File):
         True
         """
         return bool(self.architectures and _ENCODER_CLASS.search(self.architectures[0]))
+
+    @property
+    def names_causal_decoder(self) -> bool:
+        """True if the class is a language model that reads a text from left to right.
+
+        >>> ModelConfig(architectures=("Qwen3ForCausalLM",)).names_causal_decoder
+        True
+        """
+        is_decoder = bool(self.architectures) and self.architectures[0].endswith("ForCausalLM")
+        return is_decoder and self.is_causal
 
     def merged(self) -> ModelConfig:
         """Return the config with keys of its parts that it lacks itself.
@@ -530,9 +546,17 @@ class ProcessingArguments(_Values):
 
 
 class SentenceBertConfig(_File):
-    """sentence_bert_config.json."""
+    """sentence_bert_config.json, or a file of sentence-transformers' earlier classes."""
 
     FILE = "sentence_bert_config.json"
+    FILES: ClassVar[tuple[str, ...]] = (
+        FILE,
+        *(
+            f"sentence_{name}_config.json"
+            for name in ("roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+        ),
+    )
+    """In the order in which sentence-transformers looks for them."""
 
     max_seq_length: Count = 0
     """0 if missing."""
@@ -540,6 +564,15 @@ class SentenceBertConfig(_File):
     modality_config: dict[String, Any] = Field(default_factory=dict)
     """Kinds of input, such as `text` and `message`, and how the model takes them."""
     processing_kwargs: ProcessingArguments = Field(default_factory=ProcessingArguments)
+    file_name: String = FILE
+    """Name of the file that was read."""
+
+    @classmethod
+    @override
+    def read(cls, directory: Path, *, error: type[EngineryError] = ArtifactError) -> Self:
+        """Read the first of `FILES` that there is; see `_File.read`."""
+        name = next((name for name in cls.FILES if (directory / name).is_file()), cls.FILE)
+        return cls._read(directory / name, error).model_copy(update={"file_name": name})
 
 
 class SentenceTransformersConfig(_File):
@@ -856,13 +889,3 @@ def _describe(problem: Mapping[str, Any]) -> str:
         return f"{'.'.join(keys)} is missing"
     key = ".".join([*keys, *([context["key"]] if "key" in context else [])])
     return f"{key or 'the document'} is {value}, expected {expected}"
-
-
-def mask_token(directory: Path) -> str:
-    """Return the mask token of a tokenizer, such as `[MASK]` (also the default) or `<mask>`.
-
-    Raises:
-        ArtifactError: a file of the tokenizer is invalid.
-    """
-    settings = TokenizerConfig.read(directory)
-    return settings.with_map(SpecialTokensMap.read(directory)).mask_token or "[MASK]"

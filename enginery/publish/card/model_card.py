@@ -112,15 +112,15 @@ def model_card(facts: CardFacts) -> str:
         benchmark=reports.benchmark,
         engines=facts.engines,
         optimum=optimum_loader(facts.artifact),
-        behind=_modules_behind(facts.artifact),
+        after_pooling=_modules_after_pooling(facts.artifact),
         snippets=[(_LOADER_TITLES[way], code) for way, code in snippets.items()],
         rights=facts.rights,
     )
     return f"---\n{card_metadata(facts).to_yaml()}\n---\n\n{body}"
 
 
-def _modules_behind(artifact: Artifact) -> list[str]:
-    """Return the modules of sentence-transformers behind the pooling, such as Dense."""
+def _modules_after_pooling(artifact: Artifact) -> list[str]:
+    """Return the modules of sentence-transformers after the pooling, such as Dense."""
     if manifest_task(artifact.manifest) is not Embed:
         return []
     vector = vector_output(artifact.manifest.graphs[0], ModelConfig.read(artifact.path))

@@ -65,7 +65,13 @@ defaults."""
 _OF_SAMPLING = frozenset({"epsilon_cutoff", "eta_cutoff", "min_p", "top_h", "typical_p"})
 """Those of them that only sampling reads."""
 
-_OFF: dict[str, Any] = {"guidance_scale": 1.0}
+_OFF: dict[str, Any] = {
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "guidance_scale": 1.0,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+}
 """Values beside the default that change no token."""
 
 
@@ -176,7 +182,10 @@ class GenerationOptions(BaseModel):
             return
         for name, value in (self.model_extra or {}).items():
             if not _is_off(name, value):
-                raise InputError(f"{name}: {value!r} is not supported.", do="Leave it out.")
+                off = f", or send {name}={_OFF[name]}" if name in _OFF else ""
+                raise InputError(
+                    f"{name}: {value!r} is not supported for sampling.", do=f"Leave it out{off}."
+                )
         bounds = (
             ("temperature", self.temperature > 0, "a number above 0"),
             ("top_k", self.top_k >= 0, "a whole number of 0 or more"),

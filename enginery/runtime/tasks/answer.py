@@ -26,8 +26,8 @@ from enginery.runtime.tasks.task import (
     Row,
     TaskOptions,
 )
-from enginery.runtime.tasks.text import TextTask, scan_cost
-from enginery.runtime.text.tokenizer import check_texts
+from enginery.runtime.tasks.text import TextTask, TooLongError, scan_cost
+from enginery.runtime.text.tokenizer import WINDOW, check_texts
 
 MAX_ANSWER_TOKENS = 15
 
@@ -80,10 +80,17 @@ class Answer(TextTask):
                 if not pair[part].strip():
                     raise InputError(f"{role} {index} is empty.")
         rows, of_pair = [], []
-        for index, encoding in enumerate(self.tokenizer.encode_pairs(pairs)):
-            windows = (encoding, *encoding.overflowing)
+        windows_of = [(e, *e.overflowing) for e in self.tokenizer.encode_pairs(pairs)]
+        for index, windows in enumerate(windows_of):
+            if len(windows) > 1 and self.tokenizer.refuses_longer and self.tokenizer.limit < WINDOW:
+                raise TooLongError(
+                    f"question {index} and its context are too long: expected at most "
+                    f"{self.tokenizer.limit} tokens: {self.tokenizer.limit_source}.",
+                    do="Send a shorter context.",
+                )
             rows += [Row(window, len(window)) for window in windows]
             of_pair += [index] * len(windows)
+        self.lengths.check(max(map(len, windows)) for windows in windows_of)
         return ModelInputs(rows, (pairs, of_pair), postprocess_cost=scan_cost(rows))
 
     def split(

@@ -190,6 +190,8 @@ class BatchRunner:
             max_tokens: maximum number of padded tokens of a batch; 0 for the engine's own maximum,
                 8192 on a ladder, or 4096 without either.
         """
+        if len(rows) == 1:
+            return [[0]]
         groups: dict[Any, list[int]] = {}
         for index, row in enumerate(rows):
             groups.setdefault(self.batch_key(row), []).append(index)

@@ -79,6 +79,8 @@ class Embed(TextTask):
     """Number of leading dimensions that are kept if a call does not say; None for all."""
     takes_token_ids: bool = field(default=True, kw_only=True)
     """False to reject lists of token ids: nothing tells of which tokenizer they are."""
+    _prompt_tokens: dict[str, int] = field(default_factory=dict, init=False, repr=False)
+    """Name of each prompt that was used -> the number of its tokens."""
 
     @classmethod
     def open(cls, artifact: Artifact, record: GraphRecord, limits: InputLimits = NO_LIMITS) -> Self:
@@ -148,6 +150,11 @@ class Embed(TextTask):
         """The graph's output of one vector for each text; empty if it has none."""
         return vector_output(self.record, self.config)
 
+    @property
+    def pooling_modes(self) -> tuple[str, ...]:
+        """The modes of the pooling, such as `mean`; `model` if the graph makes the vectors."""
+        return ("model",) if self._vector or self.pooling is None else self.pooling.modes
+
     def preprocess(
         self, inputs: Sequence[str | Sequence[int]], options: EmbedOptions
     ) -> ModelInputs:
@@ -159,7 +166,7 @@ class Embed(TextTask):
         if len(texts) == len(inputs) or isinstance(inputs, str | bytes):
             check_texts(inputs)
         for index, item in enumerate(inputs):
-            if not isinstance(item, Sequence | np.ndarray):
+            if not isinstance(item, str | list | tuple | np.ndarray):
                 raise InputError(
                     f"text {index} is a {type(item).__name__}, expected a string or token ids."
                 )
@@ -213,11 +220,11 @@ class Embed(TextTask):
         self, work: ModelInputs, outputs: Sequence[Any], options: EmbedOptions
     ) -> Vectors:
         """Return float32 (texts, dim)."""
-        own = self.pooling is not None and self.pooling.normalize and not self._vector
+        normalizes = self.pooling is not None and self.pooling.normalize and not self._vector
         if self.truncate_dim and options.dimensions is None:
             size = len(outputs[0]) if len(outputs) else self.graph_dim or self.truncate_dim
             options = options.model_copy(update={"dimensions": self.kept_dimensions(size)})
-        return finish_vectors(outputs, options, dim=self.graph_dim, model_normalizes=own)
+        return finish_vectors(outputs, options, dim=self.graph_dim, model_normalizes=normalizes)
 
     def describe(self, result: Vectors) -> str:
         """Return the number of dims."""
@@ -231,6 +238,8 @@ class Embed(TextTask):
                 do=f"Its prompts: {', '.join(self.prompts) or 'none'}.",
             )
         prompt = self.prompts[name]
+        if name in self._prompt_tokens:
+            return prompt, self._prompt_tokens[name]
         try:
             (encoding,) = self.tokenizer.encode([self.tokenizer.prepare(prompt)])
         except InputError as error:
@@ -238,7 +247,8 @@ class Embed(TextTask):
             raise InputError(message) from error
         # The tokenizer ends the prompt with a special token; within a text the prompt has none.
         ends_special = bool(encoding.special_tokens_mask and encoding.special_tokens_mask[-1])
-        return prompt, len(encoding.ids) - ends_special
+        self._prompt_tokens[name] = len(encoding.ids) - ends_special
+        return prompt, self._prompt_tokens[name]
 
 
 def vector_output(record: GraphRecord, config: ModelConfig) -> str:

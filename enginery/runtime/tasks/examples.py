@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.model.files import mask_token
 from enginery.runtime.tasks import manifest_task
 from enginery.runtime.tasks.audio import AudioTask, example_wav
 from enginery.runtime.tasks.classify import Classify
@@ -17,6 +16,7 @@ from enginery.runtime.tasks.images import EXAMPLE_SIDE, ImageTask, example_png
 from enginery.runtime.tasks.task import Task
 from enginery.runtime.tasks.text import TextTask
 from enginery.runtime.text.chat_template import PairTemplate
+from enginery.runtime.text.tokenizer import TextTokenizer
 
 _PAIR = ("Who built the bridge?", "The bridge was built by the engineers of the city.")
 """A query and a document for a reranker."""
@@ -53,10 +53,11 @@ def example_texts(artifact: Artifact) -> tuple[str, ...]:
         return ()
     if task is Classify and PairTemplate.open(artifact.path):
         return _PAIR
-    return tuple(
-        text.replace("{mask}", mask_token(artifact.path)) if "{mask}" in text else text
-        for text in _texts(task)
-    )
+    texts = _texts(task)
+    if task is Fill:
+        mask = TextTokenizer.open(artifact.path).mask_token
+        texts = tuple(text.replace("{mask}", mask) for text in texts)
+    return texts
 
 
 def inputs_from_sentences(task: Task, sentences: Sequence[str]) -> tuple[str, ...]:

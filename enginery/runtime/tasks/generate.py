@@ -206,7 +206,7 @@ class Generate(Task):
         tokenizer = TextTokenizer.open(artifact.path)
         defaults = read_generation_config(artifact.path)
         lengths = ComparedLengths.of(artifact, limits.unproved)
-        positions = read_positions(artifact.path)
+        own_positions = positions = read_positions(artifact.path)
         if lengths.longest is not None and limits.unproved == "refuse":
             positions = min(positions or lengths.longest, lengths.longest)
         reader = open_inputs(artifact, graphs, tokenizer, defaults, positions)
@@ -222,7 +222,7 @@ class Generate(Task):
             chat_template=ChatTemplate.open(artifact.path),
             limits=limits,
             lengths=lengths,
-            notes=tuple(lengths.notes(positions or sys.maxsize)),
+            notes=tuple(lengths.notes(own_positions or sys.maxsize)),
         )
 
     @classmethod

@@ -66,7 +66,8 @@ class ComparedLengths:
         """Describe the lengths below a limit that were not compared."""
         if self.longest is None or limit <= self.longest:
             return []
-        return [f"unproved beyond {self.longest} tokens: no longer text was compared"]
+        refused = "; longer ones are refused" if self.unproved == "refuse" else ""
+        return [f"unproved beyond {self.longest} tokens: no longer text was compared{refused}"]
 
     def check(self, lengths: Iterable[int]) -> None:
         """Warn of a longer input, once, or raise TooLongError, as the option says.

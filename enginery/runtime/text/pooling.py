@@ -19,7 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.errors import ArtifactError, EngineryError
-from enginery.core.model.files import DenseConfig, LayerNormConfig, PoolingConfig, read_modules
+from enginery.core.model.files import (
+    DenseConfig,
+    LayerNormConfig,
+    ModelConfig,
+    PoolingConfig,
+    read_modules,
+)
 from enginery.core.model.tensor_file import read_tensors
 from enginery.core.model.weights import MODULE_WEIGHTS
 
@@ -42,13 +48,17 @@ TINY_NORM = 1e-12
 """Lower bound of a vector's length in torch.nn.functional.normalize."""
 
 
+def _sigmoid(x: Vectors) -> NDArray[Any]:
+    return (1 + np.tanh(x / 2)) / 2  # exp(-x) overflows
+
+
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 _ACTIVATIONS: dict[str, Callable[[Vectors], Vectors]] = {
     "Identity": lambda x: x,
     "Tanh": np.tanh,
     "ReLU": lambda x: np.maximum(x, np.float32(0)),
-    "Sigmoid": lambda x: np.asarray(1 / (1 + np.exp(-x)), np.float32),
-    "SiLU": lambda x: np.asarray(x / (1 + np.exp(-x)), np.float32),
+    "Sigmoid": lambda x: np.asarray(_sigmoid(x), np.float32),
+    "SiLU": lambda x: np.asarray(x * _sigmoid(x), np.float32),
     "GELU": lambda x: np.asarray(x / 2 * (1 + _erf(x / math.sqrt(2))), np.float32),
 }
 """Activations of Dense modules, by the name of PyTorch's class."""
@@ -81,7 +91,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Pooling:
-    """The pooling of one model, with the modules behind it."""
+    """The pooling of one model, with the modules after it."""
 
     modes: tuple[str, ...]
     """Pooling modes, whose vectors are concatenated."""
@@ -121,12 +131,10 @@ class Pooling:
     ) -> Vectors:
         """Pool one batch and apply the layers, without normalizing; see `__call__`."""
         tokens = tokens.astype(np.float32, copy=False)
-        # Count real tokens only: with padding on the left, a text does not start at position 0.
-        positions = np.cumsum(mask != 0, axis=1)
-        if not self.include_prompt:
-            first = np.asarray(prompt or 0).reshape(-1, 1)
-            mask = mask * (positions > first)
-        pooled = [_pool(mode, tokens, mask, positions) for mode in self.modes]
+        counted = mask
+        if not self.include_prompt and np.any(prompt):
+            counted = mask * (_positions(mask) > np.asarray(prompt).reshape(-1, 1))
+        pooled = [_pool(mode, tokens, counted, mask) for mode in self.modes]
         vectors = pooled[0] if len(pooled) == 1 else np.concatenate(pooled, axis=1)
         for layer in self.layers:
             vectors = layer(vectors)
@@ -141,15 +149,18 @@ def read_pooling(directory: Path) -> Pooling:
     """
     # The choice of sentence-transformers for a directory that it has not written.
     if not (directory / "modules.json").is_file():
+        is_decoder = ModelConfig.read(directory).names_causal_decoder
+        vector = "the last token's vector" if is_decoder else "the mean of the token vectors"
         return Pooling(
-            modes=("mean",),
+            modes=("lasttoken" if is_decoder else "mean",),
             normalize=False,
             include_prompt=True,
-            note="no modules.json: the mean of the token vectors, not normalized, as "
-            "sentence-transformers does for a plain transformer",
+            note=f"no modules.json: {vector}, not normalized, as sentence-transformers does for a "
+            "plain transformer",
         )
     pooling: Pooling | None = None
     layers: list[Layer] = []
+    supported = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize", "Dropout")
     for module in read_modules(directory):
         kind, folder = module.kind, directory / module.path
         if kind == "Pooling" and pooling is None:
@@ -158,12 +169,11 @@ def read_pooling(directory: Path) -> Pooling:
             layers.append(_read_layer(kind, folder))
         # Dropout does nothing outside training.
         elif kind not in ("Transformer", "Dropout") or (kind == "Transformer" and pooling):
-            behind = " behind its Pooling" if kind == "Pooling" else " without a Pooling before it"
-            supported = "Transformer, Pooling, Dense, LayerNorm, Normalize and Dropout"
+            order = " without a Pooling before it" if pooling is None else " after its Pooling"
             raise ArtifactError(
                 f"{directory / 'modules.json'} has the module {kind or '(no type)'}"
-                f"{behind if kind in supported else ''}, which is not supported; supported, in "
-                f"this order: {supported}.",
+                f"{order if kind in supported else ''}, which is not supported; supported, in "
+                f"this order: {', '.join(supported)}.",
                 do="Run the graph with OrtRunner, and apply the module to its outputs.",
             )
     if pooling is None:
@@ -177,7 +187,7 @@ def read_pooling(directory: Path) -> Pooling:
 
 
 def _read_layer(kind: str, directory: Path) -> Layer:
-    """Read a module behind the pooling.
+    """Read a module after the pooling.
 
     Raises:
         ArtifactError: a file is missing or damaged, or a setting is not supported.
@@ -232,9 +242,9 @@ def _read_pooling_config(directory: Path) -> Pooling:
             f"{file} is missing, which specifies the pooling.", do="Export the model again."
         )
     config = PoolingConfig.read(directory)
-    # Old files have a switch for each mode, new ones a name.
-    modes = tuple(
-        mode for mode, key in _MODES.items() if getattr(config, key) or mode in config.pooling_mode
+    # New files name the modes in their order, old ones have a switch for each.
+    modes = config.pooling_mode or tuple(
+        mode for mode, key in _MODES.items() if getattr(config, key)
     )
     unknown = [
         *config.unknown_modes(),
@@ -262,31 +272,35 @@ def _unit(vectors: Vectors) -> Vectors:
         return np.asarray(wide / np.maximum(norms, TINY_NORM), dtype=np.float32)
 
 
-def _pool(mode: str, tokens: Vectors, mask: NDArray[Any], positions: NDArray[Any]) -> Vectors:
+def _positions(mask: NDArray[Any]) -> NDArray[Any]:
+    """Return the position of each token in its text, from 1; padding may be on the left."""
+    return np.cumsum(mask != 0, axis=1)
+
+
+def _pool(mode: str, tokens: Vectors, counted: NDArray[Any], mask: NDArray[Any]) -> Vectors:
     """Pool token vectors.
 
     Args:
         mode: the pooling mode.
         tokens: (batch, sequence, dim).
-        mask: (batch, sequence), 1 for the tokens that count.
-        positions: (batch, sequence), the position of each token in its text, from 1.
+        counted: (batch, sequence), 1 for the tokens that count.
+        mask: (batch, sequence), 1 for tokens, those of a prompt too.
     """
-    weights = mask.astype(np.float32)
     if mode == "cls":
         # The first 1 of the mask is the first real token, also with padding on the left.
-        return _at(tokens, np.argmax(mask, axis=1))
+        return _at(tokens, np.argmax(counted, axis=1))
+    weights = counted.astype(np.float32)
     if mode == "lasttoken":
-        width = mask.shape[1]
-        last = width - 1 - np.argmax(mask[:, ::-1], axis=1)
+        width = counted.shape[1]
+        last = width - 1 - np.argmax(counted[:, ::-1], axis=1)
         # Multiplied with the mask as in sentence-transformers: a text without tokens gives zeros.
-        return _at(tokens * weights[:, :, None], last)
+        return _at(tokens, last) * _at(weights, last)[:, None]
     if mode == "max":
-        # -1e9 for padding, as in sentence-transformers, and not infinity.
+        # A number, so that a text without tokens has a vector that JSON can hold.
         return np.asarray(np.where(weights[:, :, None] > 0, tokens, np.float32(-1e9)).max(axis=1))
     if mode == "weightedmean":
-        # Weights are 1, 2, 3, … by position, as in sentence-transformers for a text alone. It
-        # counts padding on the left, too, so that its vectors depend on the batch.
-        weights = weights * positions.astype(np.float32)
+        # Weights are 1, 2, 3, … by position in the text.
+        weights = weights * _positions(mask).astype(np.float32)
     # A matrix product needs no second array of the size of `tokens`.
     total = np.matmul(weights[:, None, :], tokens)[:, 0]
     count = np.maximum(weights.sum(axis=1, keepdims=True), TINY_COUNT)
@@ -294,5 +308,5 @@ def _pool(mode: str, tokens: Vectors, mask: NDArray[Any], positions: NDArray[Any
 
 
 def _at(tokens: Vectors, positions: NDArray[Any]) -> Vectors:
-    """Return the token vector at one position of each row: (batch, dim)."""
+    """Return what one position of each row has: (batch, dim), or (batch,)."""
     return np.asarray(tokens[np.arange(len(tokens)), positions])

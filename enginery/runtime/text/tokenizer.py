@@ -41,7 +41,7 @@ from enginery.runtime.text.tokenizer_files import (
 )
 
 # Window size and overlap with which transformers' question-answering pipeline splits a context.
-_WINDOW = 384
+WINDOW = 384
 _WINDOW_OVERLAP = 128
 
 _CHARACTERS_PER_TOKEN = 32
@@ -261,8 +261,9 @@ class TextTokenizer:
         files = TokenizerFiles.read(directory, stored)
         settings, config, special = files.settings, files.config, files.special
         sentence = SentenceBertConfig.read(directory)
-        faithful = read_length_limit(directory)
-        limit, limit_source = length_limit(config.merged(), settings, sentence, faithful)
+        limit, limit_source = length_limit(
+            config.merged(), settings, sentence, read_length_limit(directory)
+        )
 
         def configure(tokenizer: Any, **truncation: Any) -> None:
             try:
@@ -283,7 +284,7 @@ class TextTokenizer:
             tokenizer, _ = load_tokenizer(directory)
             # Truncation is a setting of the whole tokenizer, so the windows of pairs need one of
             # their own, which only question answering loads.
-            window = min(limit, _WINDOW)
+            window = min(limit, WINDOW)
             # The overlap is at most half of a window, so that each window advances.
             stride = min(window // 2, _WINDOW_OVERLAP)
             # Only the context is split: each window has the whole question.
@@ -487,7 +488,7 @@ class TextTokenizer:
                 ids[index] = self.unk_id if hidden is None else hidden
         return TokenIds(ids)
 
-    def encode_ids(self, ids: Sequence[int], index: int = 0) -> TokenIds:
+    def encode_ids(self, ids: Sequence[int] | NDArray[Any], index: int = 0) -> TokenIds:
         """Add the model's special tokens around a client's token ids and truncate to `limit`.
 
         Args:
@@ -498,7 +499,7 @@ class TextTokenizer:
             InputError: an id is not in the vocabulary.
         """
         before, after, types = self._special_tokens_around
-        inner = list(ids)
+        inner: list[Any] = list(ids) if isinstance(ids, Sequence) else ids.tolist()
         ends = len(inner) - len(after)
         # Ids from the model's own tokenizer have the special tokens already; they are not added
         # twice.
@@ -514,7 +515,7 @@ class TextTokenizer:
             # bool is a subclass of int, but True is no token id.
             if (
                 isinstance(token_id, bool)
-                or not isinstance(token_id, int)
+                or not isinstance(token_id, int | np.integer)
                 or not 0 <= token_id < size
             ):
                 raise InputError(
@@ -654,7 +655,7 @@ class TextTokenizer:
             tokenizer.encode_batch([pair])
         except BaseException as error:
             raise InputError(
-                f"question {index} is too long: in windows of {min(self.limit, _WINDOW)} tokens no "
+                f"question {index} is too long: in windows of {min(self.limit, WINDOW)} tokens no "
                 f"token of its context fits beside it ({failure_reason(error)}).",
                 do="Shorten the question.",
             ) from error

@@ -399,7 +399,7 @@ def length_limit(
     config: ModelConfig,
     settings: TokenizerConfig,
     sentence: SentenceBertConfig,
-    faithful: int | None = None,
+    compared: int | None = None,
 ) -> tuple[int, str]:
     """Return the smallest of the model's limits on tokens per input, and where it comes from.
 
@@ -407,23 +407,22 @@ def length_limit(
         config: config.json.
         settings: tokenizer_config.json.
         sentence: sentence_bert_config.json.
-        faithful: `length_limit` of manifest.json.
+        compared: `length_limit` of manifest.json, up to which the graph was compared.
     """
-    limits = [
-        (sentence.max_seq_length, "max_seq_length of sentence_bert_config.json"),
-        (
-            int(settings.model_max_length or settings.max_len),
-            "model_max_length of tokenizer_config.json",
-        ),
-    ]
+    # sentence-transformers sets the tokenizer's limit to its own.
+    if sentence.max_seq_length:
+        limits = [(sentence.max_seq_length, f"max_seq_length of {sentence.file_name}")]
+    else:
+        tokens = int(settings.model_max_length or settings.max_len)
+        limits = [(tokens, "model_max_length of tokenizer_config.json")]
     if config.positions:
         limits.append((config.position_limit(), "the positions of config.json"))
     # transformers writes 1e30 if a tokenizer has no limit.
     usable = [(n, name) for n, name in limits if 0 < n <= MAX_POSITIONS]
     # Nearly every text encoder is trained with 512 positions.
     limit = min(usable, default=(512, "default, because no file has a limit"))
-    if faithful is not None and faithful < limit[0]:
-        return faithful, LENGTH_LIMIT
+    if compared is not None and compared < limit[0]:
+        return compared, LENGTH_LIMIT
     return limit
 
 

@@ -19,12 +19,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from enginery.core.artifact.manifest import SourceRecord
-from enginery.core.model.files import ModelConfig
 from enginery.core.version import __version__
-from enginery.runtime.tasks.embed import vector_output
+from enginery.runtime.tasks.embed import Embed
 from enginery.runtime.tasks.examples import example_input
 from enginery.runtime.tasks.generate import Generate
-from enginery.runtime.text.pooling import read_pooling
 from enginery.serve.api.endpoints import Routes, config_of, json_response, registry_of
 from enginery.serve.api.errors import HTTPError
 from enginery.serve.api.oip_tensors import DATATYPE_OF
@@ -309,8 +307,5 @@ def _tei_info(request: Request, model: ServedModel) -> dict[str, Any]:
 
 def _pooling(model: ServedModel) -> str:
     """Return the pooling (`cls`, `mean`, …); `model` if it is in the graph or not of texts."""
-    record = model.backend.record
-    takes_texts = model.task is None or model.task.modality == "text"
-    if not takes_texts or vector_output(record, ModelConfig.read(model.artifact.path)):
-        return "model"
-    return "+".join(read_pooling(model.artifact.path).modes)
+    task = model.task
+    return "+".join(task.pooling_modes) if isinstance(task, Embed) else "model"

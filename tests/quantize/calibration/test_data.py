@@ -230,6 +230,9 @@ def test_column_of_both_is_an_error():
     with pytest.raises(InputError, match="the label 1 is not one of the model's") as raised:
         index_labels(["glad", "angry", 1], LABELS, where="here")
     assert raised.value.do.startswith("The column is read as names.")
+    with pytest.raises(InputError, match=r"the label 'glad' is not one of the model's\.") as raised:
+        index_labels(["glad", 0], LABELS, where="here")
+    assert raised.value.do.startswith("The column is read as indices.")
 
 
 @pytest.mark.parametrize("label", ["happy", 3, -1, None, 1.5, "2²"])

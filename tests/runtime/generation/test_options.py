@@ -145,3 +145,11 @@ def test_options_of_sampling_are_ignored_until_it_is_on(read, values):
         assert not options.with_arguments(num_beams=2).do_sample
         with pytest.raises(InputError, match=next(iter(values))):
             options.with_arguments(do_sample=True)
+
+
+def test_option_of_the_model_that_sampling_lacks_can_be_switched_off(read):
+    options = read(min_p=0.1)
+    with pytest.raises(InputError) as error:
+        options.with_arguments(do_sample=True)
+    assert error.value.do == "Leave it out, or send min_p=0.0."
+    assert options.with_arguments(do_sample=True, min_p=0.0).do_sample

@@ -55,6 +55,15 @@ def test_a_longer_text_is_refused_on_request(proved):
             model.classify(["a b", LONG])
 
 
+def test_contexts_of_questions_are_refused_too(proved):
+    question = {"question": "who?", "context": LONG}
+    with load_model(proved("bert", "question-answering"), unproved="refuse") as model:
+        assert any("longer ones are refused" in note for note in model.notes)
+        assert model.answer([{"question": "who?", "context": "a b"}])
+        with pytest.raises(TooLongError, match=r"input 1 has \d+ tokens.*compared at most 24"):
+            model.answer([{"question": "who?", "context": "a b"}, question])
+
+
 def test_without_a_limit_nothing_is_said(proved, caplog):
     with (
         load_model(proved("bert", "text-classification", None), unproved="refuse") as model,

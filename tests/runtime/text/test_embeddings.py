@@ -12,7 +12,7 @@ import pytest
 from enginery.core.errors import ArtifactError, InputError
 from enginery.runtime.model import load_model
 from enginery.runtime.tasks.embed import VectorOptions, finish_vectors
-from enginery.runtime.text.pooling import Pooling
+from enginery.runtime.text.pooling import Layer, Pooling, read_pooling
 from tests.tiny import TEXT_KINDS, tiny_artifact, with_more
 from tests.tolerances import EPSILON, LARGER, OUTPUTS, SCORES
 
@@ -186,6 +186,60 @@ def test_sentence_bert_limits_and_lower_cases(tiny, altered):
     assert "texts are truncated to 7 tokens" in model.notes[0]
 
 
+def test_settings_of_earlier_classes_of_sentence_transformers_are_read(tiny, altered):
+    files = modules(pooling_mode_mean_tokens=True)
+    files["sentence_roberta_config.json"] = json.dumps({"max_seq_length": 7})
+    model = load_model(altered(tiny.artifact("roberta", "feature-extraction"), files))
+    assert "7 tokens: max_seq_length of sentence_roberta_config.json" in model.notes[0]
+
+
+@pytest.mark.parametrize("names", [["mean", "cls"], ["cls", "mean"]])
+def test_named_modes_are_concatenated_in_their_order(tiny, altered, names):
+    artifact = tiny.artifact("bert", "feature-extraction")
+    tokens, _ = torch_tokens(tiny.source("bert", "feature-extraction"), TEXTS[:1], limit=128)
+    vectors = {"mean": tokens.mean(1).numpy(), "cls": tokens[:, 0].numpy()}
+    model = load_model(altered(artifact, modules(pooling_mode=names)))
+    expected = np.concatenate([vectors[name] for name in names], axis=1)
+    np.testing.assert_allclose(model.embed(TEXTS[:1]), expected, atol=OUTPUTS)
+
+
+@pytest.mark.parametrize(
+    ("config", "mode"),
+    [
+        ({"architectures": ["Qwen3ForCausalLM"]}, "lasttoken"),
+        ({"architectures": ["Qwen3ForCausalLM"], "is_causal": False}, "mean"),
+        ({"architectures": ["Qwen3Model"]}, "mean"),
+        ({}, "mean"),
+    ],
+)
+def test_plain_language_models_pool_their_last_token(tmp_path, config, mode):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_pooling(tmp_path).modes == (mode,)
+
+
+@pytest.mark.parametrize("kind", ["Sigmoid", "SiLU", "Tanh"])
+def test_activations_of_large_numbers_are_finite(kind):
+    weight = np.eye(2, dtype=np.float32)
+    values = np.array([[-1e4, 1e4]], np.float32)
+    with np.errstate(all="raise"):
+        vectors = Layer("Dense", weight, activation=kind)(values)
+    assert np.isfinite(vectors).all()
+
+
+@pytest.mark.parametrize("text", [b"warm", bytearray(b"warm"), range(3), 5])
+def test_only_texts_and_lists_of_ids_are_embedded(tiny, text):
+    model = load_model(tiny.artifact("bert", "feature-extraction"))
+    with pytest.raises(InputError, match=f"text 0 is a {type(text).__name__}"):
+        model.embed([text])
+
+
+def test_ids_of_an_array_are_those_of_a_list(tiny):
+    model = load_model(tiny.artifact("bert", "feature-extraction"))
+    expected = model.embed([[5, 6, 7]])
+    for ids in (np.array([5, 6, 7]), list(np.array([5, 6, 7]))):
+        np.testing.assert_array_equal(model.embed([ids]), expected)
+
+
 def test_unsupported_module_is_rejected(tiny, altered):
     files = modules(pooling_mode_mean_tokens=True)
     described = json.loads(files["modules.json"])
@@ -195,7 +249,7 @@ def test_unsupported_module_is_rejected(tiny, altered):
         load_model(altered(tiny.artifact("bert", "feature-extraction"), files))
     described[2] = {**described[1], "idx": 2}
     files["modules.json"] = json.dumps(described)
-    with pytest.raises(ArtifactError, match="has the module Pooling behind its Pooling"):
+    with pytest.raises(ArtifactError, match="has the module Pooling after its Pooling"):
         load_model(altered(tiny.artifact("bert", "feature-extraction"), files))
     described[1] = {"idx": 1, "path": "2_Normalize", "type": "sentence_transformers.Normalize"}
     files["modules.json"] = json.dumps(described)

@@ -68,10 +68,13 @@ def test_texts_are_cut_at_the_positions_of_the_model(directories, kind, tmp_path
         ({"model_max_length": 20}, {}, 20),
         ({"model_max_length": 1e30}, {}, MAX_POSITIONS),
         ({"model_max_length": 20}, {"max_seq_length": 12}, 12),
+        ({"model_max_length": 12}, {"max_seq_length": 20}, 20),  # sentence-transformers sets it
         ({"model_max_length": 512}, {"max_seq_length": 256}, MAX_POSITIONS),
     ],
 )
-def test_the_smallest_limit_holds(directories, tmp_path, settings, sentence, limit):
+def test_limit_is_that_of_the_files_and_of_positions(
+    directories, tmp_path, settings, sentence, limit
+):
     directory = shutil.copytree(directories["roberta"], tmp_path / "model")
     _edit(directory / "tokenizer_config.json", **settings)
     (directory / "sentence_bert_config.json").write_text(json.dumps(sentence))
