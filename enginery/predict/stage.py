@@ -67,7 +67,7 @@ from enginery.runtime.tasks.task import PLURALS
 from enginery.runtime.tasks.two_towers import has_two_towers
 
 STAGE = "predict"
-STAGE_VERSION = "3"
+STAGE_VERSION = "4"
 STDIN = "-"
 PART_ROWS, GPU_PART_ROWS = 4096, 65_536
 """Default number of rows of a part: each is synced to the disk, which takes as long as 4096 rows

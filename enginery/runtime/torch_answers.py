@@ -331,7 +331,7 @@ class SentenceRule:
         return RawAnswer(arrays={"vector": _array(vector)})
 
     def _tokenize(self, text: str) -> dict[str, Any]:
-        text = text.strip()
+        # Version 5 strips a text here; 6 gives it to the tokenizer as it is.
         # A single text needs no padding, for which not every tokenizer has a token.
         return dict(
             self._tokenizer(

@@ -111,7 +111,7 @@ if TYPE_CHECKING:
     from enginery.validate.random_numbers import GivenNumbers
 
 STAGE = "validate"
-STAGE_VERSION = "24"
+STAGE_VERSION = "25"
 REPORT = f"{REPORTS}/{ValidationReport.FILE}"
 TOOLS = ("torch", "transformers", "optimum-onnx", "numpy", "tokenizers", "pillow")
 
