@@ -84,7 +84,8 @@ class TorchAnswers:
         """Answer each input alone.
 
         Args:
-            kind: the task's verb, or `tensors` for the model's outputs.
+            kind: the task's verb, `embed_both` for texts and images in one space, or `tensors` for
+                the model's outputs.
             items: the inputs.
 
         Raises:
@@ -119,6 +120,7 @@ class TorchAnswers:
             "classify_images": self._classify_media,
             "classify_audio": self._classify_media,
             "transcribe": self._transcribe,
+            "embed_both": self._embed_both,
         }
         if kind in pipelines:
             return pipelines[kind]()
@@ -217,6 +219,27 @@ class TorchAnswers:
         return lambda item: RawAnswer(pipeline(dict(item))["text"])
 
     # -- the model's outputs, and the inputs of `generate` --------------------------------------
+
+    def _embed_both(self) -> Callable[[Item], RawAnswer]:
+        positions = self._model.config.get_text_config().max_position_embeddings
+        longest = min(positions, self.tokenizer.model_max_length)
+        options: dict[str, Any] = {"truncation": True, "max_length": longest}
+        if "siglip" in self._model.config.model_type:
+            # It was trained on texts of one length, and its tokenizers give no mask.
+            options |= {"padding": "max_length", "return_attention_mask": False}
+
+        def embed(item: Item) -> RawAnswer:
+            if "image" in item:
+                features = self._model.get_image_features(**self.prepare(item))
+            else:
+                tokens = self.tokenizer(item["text"], return_tensors="pt", **options)
+                taken = inspect.signature(self._model.get_text_features).parameters
+                tokens = {name: value for name, value in tokens.items() if name in taken}
+                features = self._model.get_text_features(**tokens)
+            vector = torch.nn.functional.normalize(features, p=2, dim=-1)[0]
+            return RawAnswer(arrays={"vector": _array(vector)})
+
+        return embed
 
     def _run_tensors(self, item: Item) -> RawAnswer:
         outputs = self._run_model(self.prepare(item))

@@ -53,7 +53,7 @@ from enginery.runtime.sample_inputs import (
     takes_images,
     takes_texts,
 )
-from enginery.runtime.tasks import is_generating, manifest_task
+from enginery.runtime.tasks import is_generating, manifest_task, manifest_tasks
 from enginery.runtime.tasks.batch_runner import BatchRunner
 from enginery.runtime.tasks.task import Row, Task
 from enginery.runtime.text.tokenizer import TEXT_INPUTS
@@ -73,6 +73,7 @@ _REFERENCES = {
     "classify_audio": "transformers' audio-classification pipeline",
     "transcribe": "transformers' automatic-speech-recognition pipeline",
     "embed": "sentence-transformers' rule",
+    "embed_both": "get_text_features and get_image_features of the model's class",
     "tensors": "the model and its processor in transformers",
 }
 _OPTIONS: Mapping[str, Mapping[str, Any]] = {"answer": {"top_k": 3}, "fill": {"top_k": 5}}
@@ -309,6 +310,8 @@ def _kind(reference: Reference, record: GraphRecord) -> tuple[str, str]:
     if len(manifest.graphs) > 1:
         return "", "the artifact has several graphs"
     task = manifest_task(manifest, record)
+    if len(manifest_tasks(manifest, record)) > 1:
+        return "embed_both", ""
     if task is not None and task.verb in _REFERENCES:
         if task.verb == "classify" and read_logit_score(artifact.path) is not None:
             return "", "transformers has no pipeline for language models that rerank"
@@ -323,12 +326,14 @@ def _kind(reference: Reference, record: GraphRecord) -> tuple[str, str]:
 
 def _raw_inputs(artifact: Artifact, record: GraphRecord, kind: str) -> list[RawInput]:
     """Return the raw inputs of a task."""
-    if takes_images(record):
-        images = [*synthetic_images(_IMAGES), _wide(synthetic_images(1)[0])]
-        return [
+    images: list[RawInput] = []
+    if takes_images(record) or kind == "embed_both":
+        images = [
             RawInput(f"image of {image.shape[1]} × {image.shape[0]}", image, {"image": image})
-            for image in images
+            for image in (*synthetic_images(_IMAGES), _wide(synthetic_images(1)[0]))
         ]
+    if images and kind != "embed_both":
+        return images
     if takes_audio(record):
         try:
             rate = AudioProcessor.open(artifact.path).sampling_rate
@@ -371,7 +376,7 @@ def _raw_inputs(artifact: Artifact, record: GraphRecord, kind: str) -> list[RawI
             )
             for number, (first, second) in enumerate(_PAIRS, start=1)
         ]
-    return inputs
+    return inputs + images
 
 
 def _short(text: str) -> str:
@@ -450,6 +455,18 @@ class _TaskSide:
 
 
 @dataclass(frozen=True)
+class _BothSides:
+    """Answers of a graph that embeds texts and images."""
+
+    texts: _TaskSide
+    images: _TaskSide
+
+    def __call__(self, values: Sequence[Any]) -> list[Any]:
+        """Answer inputs of one kind in one batch."""
+        return self.texts(values) if isinstance(values[0], str) else self.images(values)
+
+
+@dataclass(frozen=True)
 class _TensorSide:
     """The graph's outputs for raw inputs, as `predict` writes them."""
 
@@ -512,7 +529,7 @@ def _open_side(
     run: RunGraph,
     *,
     as_fp32: bool,
-) -> _TaskSide | _TensorSide:
+) -> _TaskSide | _BothSides | _TensorSide:
     """Open what answers on the artifact's side.
 
     Raises:
@@ -529,10 +546,11 @@ def _open_side(
         if takes_audio(record):
             feeder = SoundFeeder
         return _TensorSide(record, feeder.open(artifact, record), run)
-    task_class = manifest_task(artifact.manifest, record)
-    assert task_class is not None  # noqa: S101  `_kind` has found it
-    task = task_class.open(artifact, record)
-    return _TaskSide(task, BatchRunner(task, runner), run)
+    sides = []
+    for task_class in manifest_tasks(artifact.manifest, record):
+        task = task_class.open(artifact, record)
+        sides.append(_TaskSide(task, BatchRunner(task, runner), run))
+    return _BothSides(*sides) if kind == "embed_both" else sides[0]
 
 
 def _plain(verb: str, result: Any) -> Any:
@@ -555,7 +573,7 @@ def _plain(verb: str, result: Any) -> Any:
 
 def _compare(
     comparison: RawAnswerComparison,
-    side: _TaskSide | _TensorSide,
+    side: _TaskSide | _BothSides | _TensorSide,
     inputs: Sequence[RawInput],
     expected: Sequence[Mapping[str, Any]],
     limits: AnswerLimits,

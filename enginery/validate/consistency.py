@@ -34,7 +34,7 @@ from enginery.core.shapes import Profile, TensorSpec, dim_terms, dynamic_dims
 from enginery.core.tolerance import QuantizedTolerance
 from enginery.reports.validation import GraphCoverage, ValidationCaseResult
 from enginery.runtime.engines.padding import dim_sizes
-from enginery.validate.cases.decisions import Decisions
+from enginery.validate.cases.decisions import Decisions, is_of_decision
 from enginery.validate.cases.sweep import LONGEST, ValidationCase, sweep_sizes
 from enginery.validate.compare import GraphComparison
 from enginery.validate.config import Effort
@@ -335,9 +335,8 @@ class ConsistencyScan:
             # Dynamic INT8 takes its scales from the whole batch: rows alone are the measure.
             alone = dict(zip(lengths, results[len(batches) :], strict=True))
             for index, row_lengths in enumerate(rows):
-                results[index] = _judge_batch(
-                    results[index], [alone[length] for length in row_lengths]
-                )
+                rows_alone = [alone[length] for length in row_lengths]
+                results[index] = _judge_by(rows_alone, results[index], measure="rows alone")
         return [result for result in results if not result.skipped]
 
     def _rows_like(self, shape: ScanShape) -> set[int]:
@@ -509,27 +508,47 @@ class ConsistencyScan:
         return np.pad(array, wide)
 
 
-def _judge_batch(
-    batch: ValidationCaseResult, alone: Sequence[ValidationCaseResult]
+def judge_decisions(results: Sequence[ValidationCaseResult]) -> list[ValidationCaseResult]:
+    """Judge the cases of a quantized graph's decisions by its other generated cases.
+
+    Rounding does not depend on what a graph decides, so where it decides rightly, its error is
+    hardly larger than elsewhere.
+    """
+    others = [
+        result for result in results if result.kind == "sweep" and not is_of_decision(result.name)
+    ]
+    return [
+        _judge_by(others, result, measure="other inputs") if is_of_decision(result.name) else result
+        for result in results
+    ]
+
+
+def _judge_by(
+    measures: Sequence[ValidationCaseResult], case: ValidationCaseResult, *, measure: str
 ) -> ValidationCaseResult:
-    """Judge a batch of a quantized graph by rows alone.
+    """Judge a case of a quantized graph by others.
 
     Such a graph has no limit on its error that is tight on generated inputs. But other rows and
     padding make its error hardly larger: a batch may be twice as far from PyTorch as the worst of
     several rows alone. They need not be in the batch: dynamic INT8 takes its scales from all rows.
+
+    Args:
+        measures: the other cases.
+        case: the case.
+        measure: what they are, for the message.
     """
     outputs = []
-    for output in batch.outputs:
+    for output in case.outputs:
         cosines = [
-            row.cosine for case in alone for row in case.outputs if row.output == output.output
+            row.cosine for other in measures for row in other.outputs if row.output == output.output
         ]
         least = min(cosines, default=-1.0)
         limit = 1 - _MORE_ERROR * (1 - least) - _LEAST_SHORTFALL
         if not output.problem and output.cosine < limit:
-            problem = f"cosine {output.cosine:.4f}, but at least {least:.4f} for rows alone"
+            problem = f"cosine {output.cosine:.4f}, but at least {least:.4f} for {measure}"
             output = replace(output, cosine_limit=limit, problem=problem)  # noqa: PLW2901
         outputs.append(output)
-    return replace(batch, outputs=outputs)
+    return replace(case, outputs=outputs)
 
 
 def scan_notes(

@@ -82,7 +82,7 @@ from enginery.validate.cases.sweep import (
 )
 from enginery.validate.compare import ComparisonLimits, GraphComparison, RealAnswers
 from enginery.validate.config import ValidateConfig, check_options
-from enginery.validate.consistency import ConsistencyScan, scan_notes
+from enginery.validate.consistency import ConsistencyScan, judge_decisions, scan_notes
 from enginery.validate.declared_precision import check_declared_precision
 from enginery.validate.decoding import (
     PromptLengths,
@@ -473,6 +473,8 @@ class _Comparison:
                 self.progress,
             )
             results = comparison.compare(run, run_record, run_cases)
+            if quantized and not exists:
+                results = judge_decisions(results)
             # On the CPU, ONNX Runtime computes FP16 in FP32, which hides values beyond 65504.
             simulated = artifact.manifest.float_precision == "fp16" and _on_cpu(runner.providers)
             # Batches differ more clearly without quantization, and overflow only if simulated.

@@ -11,10 +11,16 @@ from enginery.core.artifact.manifest import GraphRecord, PaddingRecord
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.shapes import Profile, TensorSpec
 from enginery.core.tolerance import Tolerance
-from enginery.reports.validation import GraphCoverage
+from enginery.reports.validation import GraphCoverage, OutputMetrics, ValidationCaseResult
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.validate.compare import ComparisonLimits, GraphComparison
-from enginery.validate.consistency import ConsistencyScan, PaddedDim, ScanResult, ScanShape
+from enginery.validate.consistency import (
+    ConsistencyScan,
+    PaddedDim,
+    ScanResult,
+    ScanShape,
+    judge_decisions,
+)
 from enginery.validate.metrics.outputs import NoiseFloor
 from enginery.validate.reference import ReferenceOutputs, ReferenceRun
 from enginery.validate.weights.stored import find_sizes
@@ -230,6 +236,40 @@ def test_dynamic_int8_of_a_classifier_passes(exported, tmp_path, kind):
     assert report.passed, report.summary
     (note,) = [note for note in report.notes if "differ from their rows alone" in note]
     assert note.endswith("are not much farther from its outputs than rows alone")
+
+
+@pytest.mark.parametrize(
+    ("name", "cosine", "passes"),
+    [
+        ("id 711, told apart", 0.99, True),
+        ("id 711, told apart", 0.97, False),
+        ("decision at batch 17, sequence 9", 0.97, False),
+        ("batch 4 padded to 24", 0.97, True),  # ordinary inputs are the measure
+    ],
+)
+def test_quantized_decisions_are_judged_by_other_inputs(name, cosine, passes):
+    def result(name, cosine, kind="sweep"):
+        metrics = OutputMetrics(
+            output="logits",
+            shape=(4, 9),
+            max_abs=0.1,
+            p99_abs=0.1,
+            max_rel=0.1,
+            cosine=cosine,
+            argmax_agreement=1.0,
+            nonfinite=0,
+            noise_floor=0.0,
+            limit=float("inf"),
+            cosine_limit=0.5,
+            problem="",
+        )
+        return ValidationCaseResult("model.onnx", name, kind, {}, [metrics], "")
+
+    others = [result("odd", 0.99), result("longest", 0.999), result("real 1", 0.5, "real")]
+    *_, judged = judge_decisions([*others, result(name, cosine)])
+    assert judged.passed == passes
+    if not passes:
+        assert judged.outputs[0].problem == "cosine 0.9700, but at least 0.9900 for other inputs"
 
 
 def test_graph_with_a_fixed_batch_is_scanned_over_its_lengths(exported):

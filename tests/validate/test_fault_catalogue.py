@@ -139,6 +139,7 @@ def test_faults_beside_the_graphs_fail(model, tmp_path):
 
 def test_names_are_unique_and_many():
     assert len({str(fault) for fault in side_files.FAULTS}) == len(side_files.FAULTS) >= 100
+    assert sum(len(models) for models, _ in side_files.SOUND.values()) >= 40
     for model in MODELS:
         for precision in PRECISIONS:
             names = [fault.name for fault in faults_of(model, precision)]

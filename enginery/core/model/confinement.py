@@ -58,7 +58,10 @@ _CONNECTIONS = (
     "ftplib.connect",
     "smtplib.connect",
 )
-_UNPICKLING = ("pickle.find_class",)
+_UNPICKLING = "pickle.find_class"
+_TOKENIZER_PARTS = ("tokenizers.pre_tokenizers", "tokenizers.decoders")
+"""Modules whose classes may be unpickled: the tokenizers of Bloom and Cohere in transformers copy
+these parts so, and each is made of plain data."""
 
 # Event -> (index of the argument with the changed path, index of its directory descriptor or None).
 _CHANGES: dict[str, tuple[tuple[int, int | None], ...]] = {
@@ -194,9 +197,19 @@ class Confinement:
                 self._block(f"to run {code_file}")
 
     def block_event(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Block starting a process, opening a connection or loading an object from a pickle."""
+        """Block starting a process or opening a connection."""
         kind = "to start a process" if event in _PROCESSES else "to open a connection"
-        kind = "to load an object from a pickle" if event in _UNPICKLING else kind
+        self._block_with_arguments(kind, event, arguments)
+
+    def check_unpickling(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Block loading an object from a pickle, unless it is a part of a tokenizer."""
+        module, name = arguments
+        # A name with dots would lead from the class to what it imports.
+        parts = vars(sys.modules[module]) if module in _TOKENIZER_PARTS else {}
+        if not isinstance(parts.get(name), type):
+            self._block_with_arguments("to load an object from a pickle", event, arguments)
+
+    def _block_with_arguments(self, kind: str, event: str, arguments: tuple[Any, ...]) -> None:
         arguments_shown = ", ".join(repr(argument)[:80] for argument in arguments[:2])
         self._block(f"{kind} ({event}: {arguments_shown})")
 
@@ -214,7 +227,8 @@ _CHECKS: dict[str, Callable[[Confinement, str, tuple[Any, ...]], None]] = {
     "open": Confinement.check_open,
     **dict.fromkeys(_CHANGES, Confinement.check_change),
     **dict.fromkeys(("exec", "compile", "import", "ctypes.dlopen"), Confinement.check_code),
-    **dict.fromkeys((*_PROCESSES, *_CONNECTIONS, *_UNPICKLING), Confinement.block_event),
+    **dict.fromkeys((*_PROCESSES, *_CONNECTIONS), Confinement.block_event),
+    _UNPICKLING: Confinement.check_unpickling,
 }
 
 _active: list[Confinement] = []

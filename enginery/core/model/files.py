@@ -438,14 +438,31 @@ class SpecialTokens(_Values):
 
 
 class AddedTokenValue(_Values):
-    """One token of `added_tokens_decoder`."""
+    """A token with its flags, as in `added_tokens_decoder`."""
 
     content: String
     single_word: Flag = False
     lstrip: Flag = False
     rstrip: Flag = False
-    normalized: Flag = False
+    normalized: Flag | None = None
+    """None: True unless the token is special, as for `AddedToken`."""
     special: Flag = False
+
+
+class _SpecialTokensFile(SpecialTokens, _File):
+    """A file with special tokens by role, as strings or objects."""
+
+    objects: dict[str, AddedTokenValue] = Field(default_factory=dict)
+    """The tokens that are objects, by their role: these have flags."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_objects(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        values = {role: data.get(role) for role in SpecialTokens.model_fields}
+        objects = {role: value for role, value in values.items() if isinstance(value, dict)}
+        return {**data, "objects": objects}
 
 
 MoreTokens = Annotated[
@@ -455,7 +472,7 @@ MoreTokens = Annotated[
 """Special tokens without a role, as strings or objects."""
 
 
-class SpecialTokensMap(SpecialTokens, _File):
+class SpecialTokensMap(_SpecialTokensFile):
     """special_tokens_map.json."""
 
     FILE = "special_tokens_map.json"
@@ -470,7 +487,7 @@ class NamedTemplate(_Values):
     template: String = ""
 
 
-class TokenizerConfig(SpecialTokens, _File):
+class TokenizerConfig(_SpecialTokensFile):
     """tokenizer_config.json."""
 
     FILE = "tokenizer_config.json"

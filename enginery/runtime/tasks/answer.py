@@ -107,7 +107,10 @@ class Answer(TextTask):
         pairs, of_pair = work.context
         windows: list[list[Window]] = [[] for _ in pairs]
         for index, row, (start, end) in zip(of_pair, work.rows, outputs, strict=True):
-            windows[index].append(Window(row.content, start, end, self.tokenizer.cls_id))
+            tokenizer = self.tokenizer
+            windows[index].append(
+                Window(row.content, start, end, tokenizer.cls_id, tokenizer.context_first)
+            )
         return [
             best_answers(
                 context,
@@ -149,6 +152,7 @@ class Window:
     end_logits: NDArray[Any]
     """(tokens,)"""
     cls_id: int | None
+    context_first: bool = False
 
 
 def best_answers(
@@ -179,7 +183,7 @@ def best_answers(
         start[0] = end[0] = 0.0
         # `top_k * 2 + 10` candidates, as in transformers' pipeline: several may be the same words.
         for first, last, score in _candidates(start, end, allowed, 2 * top_k + 10, max_tokens):
-            span = _characters(window.encoding, first, last)
+            span = _characters(window, first, last)
             # The pipeline also adds up the scores of answers that differ in case only.
             key = context[slice(*span)].lower()
             spans.setdefault(key, span)
@@ -198,7 +202,8 @@ def _probabilities(
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.bool_]]:
     encoding = window.encoding
     ids = np.asarray(encoding.ids)
-    in_context = np.asarray([part == 1 for part in encoding.sequence_ids])
+    # transformers' pipeline searches all tokens, the question's too, where the context is first.
+    in_context = np.asarray([window.context_first or part == 1 for part in encoding.sequence_ids])
     # Models trained with unanswerable questions predict the CLS token for "no answer".
     allowed = in_context | (ids == window.cls_id) if window.cls_id is not None else in_context
     return (
@@ -231,12 +236,13 @@ def _candidates(
             yield first, last, float(joint[flat])
 
 
-def _characters(encoding: Any, first: int, last: int) -> tuple[int, int]:
+def _characters(window: Window, first: int, last: int) -> tuple[int, int]:
     """Return the half-open character range of the words from token `first` to token `last`."""
+    encoding, context = window.encoding, 0 if window.context_first else 1
     first_word, last_word = encoding.token_to_word(first), encoding.token_to_word(last)
     if first_word is not None and last_word is not None:
-        begin = encoding.word_to_chars(first_word, sequence_index=1)
-        finish = encoding.word_to_chars(last_word, sequence_index=1)
+        begin = encoding.word_to_chars(first_word, sequence_index=context)
+        finish = encoding.word_to_chars(last_word, sequence_index=context)
         if begin is not None and finish is not None:
             return begin[0], finish[1]
     return encoding.offsets[first][0], encoding.offsets[last][1]

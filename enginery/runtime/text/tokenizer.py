@@ -234,6 +234,8 @@ class TextTokenizer:
     """Lowercase texts before tokenizing, as sentence_bert_config.json specifies."""
     clean_up: bool
     """Remove spaces before punctuation from decoded text."""
+    context_first: bool = False
+    """Put the context before the question: transformers does, where it pads on the left."""
     pads_to_limit: bool = False
     """Pad every text to `limit` tokens: SigLIP, which has no mask, was trained so, and reads a
     text's vector at the last position of the row."""
@@ -278,6 +280,7 @@ class TextTokenizer:
                 ) from error
 
         configure(backend, max_length=limit, direction=settings.truncation_side)
+        context_first = settings.padding_side == "left"
 
         @cache
         def load_pair_backend() -> Any:
@@ -288,7 +291,13 @@ class TextTokenizer:
             # The overlap is at most half of a window, so that each window advances.
             stride = min(window // 2, _WINDOW_OVERLAP)
             # Only the context is split: each window has the whole question.
-            configure(tokenizer, max_length=window, stride=stride, strategy="only_second")
+            configure(
+                tokenizer,
+                max_length=window,
+                stride=stride,
+                strategy="only_first" if context_first else "only_second",
+                direction=settings.truncation_side,
+            )
             return tokenizer
 
         return cls(
@@ -305,6 +314,7 @@ class TextTokenizer:
             mask_token=special.mask_token or "",
             lower_case=sentence.do_lower_case,
             clean_up=settings.clean_up_tokenization_spaces,
+            context_first=context_first,
             pads_to_limit=config.model_type in _PADDED_TO_LIMIT,
             pair_template=PairTemplate.open(directory),
             load_languages=cache(lambda: Languages.read(backend, settings, config, special)),
@@ -634,8 +644,9 @@ class TextTokenizer:
             ArtifactError: the tokenizer cannot split contexts into windows.
         """
         tokenizer = self.load_pair_backend()
+        texts = [pair[::-1] for pair in pairs] if self.context_first else list(pairs)
         try:
-            return self._encode_list(tokenizer.encode_batch, list(pairs))
+            return self._encode_list(tokenizer.encode_batch, texts)
         except BaseException as error:
             # Usually one pair is the cause, and its own error names it.
             reason = failure_reason(error)
@@ -652,7 +663,7 @@ class TextTokenizer:
                 message = error.message.replace("text 0", f"{role} {index}", 1)
                 raise InputError(message) from error
         try:
-            tokenizer.encode_batch([pair])
+            tokenizer.encode_batch([pair[::-1] if self.context_first else pair])
         except BaseException as error:
             raise InputError(
                 f"question {index} is too long: in windows of {min(self.limit, WINDOW)} tokens no "

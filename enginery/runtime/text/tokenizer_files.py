@@ -164,6 +164,8 @@ class TokenizerFiles:
     """The special tokens by role, with the defaults of the class."""
     more_special: tuple[AddedTokenValue, ...]
     """Special tokens without a role."""
+    with_flags: tuple[AddedTokenValue, ...]
+    """Special tokens with a role whose flags a file names."""
 
     @classmethod
     def read(
@@ -209,7 +211,12 @@ class TokenizerFiles:
         }
         sides = {key: value for key, value in sides.items() if key not in settings.model_fields_set}
         settings = settings.model_copy(update=sides)
-        return cls(directory, settings, config, kind, SpecialTokens(**tokens), tuple(more))
+        objects = settings.objects
+        if not settings.lists_added_tokens:
+            objects = objects | token_map.objects
+        special = SpecialTokens(**tokens)
+        with_flags = tuple(t for role, t in objects.items() if t.content == getattr(special, role))
+        return cls(directory, settings, config, kind, special, tuple(more), with_flags)
 
     def configure(self, tokenizer: Any) -> None:
         """Apply the settings to a `tokenizers.Tokenizer`, in place, as transformers' class does.
@@ -254,25 +261,19 @@ class TokenizerFiles:
             for content, flags in by_class.items()
             if content
         }
+        more |= {token.content: token for token in self.with_flags}
+        replacing = set(more)
         more |= {token.content: token for token in self.more_special}
         for content in dict.fromkeys(special):
-            # Flags of a class replace those of tokenizer.json, unless transformers has read these.
-            is_replaced = content in by_class and self.settings.lists_added_tokens
+            # Flags of a class or file replace those of tokenizer.json, unless transformers has read
+            # these.
+            is_replaced = content in replacing and self.settings.lists_added_tokens
             if content not in known and (is_replaced or content not in stored):
                 tokens.append(more.get(content, AddedTokenValue(content=content)))
-        tokenizer.add_tokens(
-            [
-                AddedToken(
-                    token.content,
-                    single_word=token.single_word,
-                    lstrip=token.lstrip,
-                    rstrip=token.rstrip,
-                    normalized=token.normalized,
-                    special=token.special or token.content in special,
-                )
-                for token in tokens
-            ]
-        )
+        flags = [token.model_dump(exclude_none=True) for token in tokens]
+        for token in flags:
+            token["special"] = token["special"] or token["content"] in special
+        tokenizer.add_tokens([AddedToken(**token) for token in flags])
 
     @property
     def _prefix_space(self) -> bool | None:

@@ -66,6 +66,8 @@ _STEP_TOKENS = 1 << 11
 """Tokens of the largest case for such a change."""
 _MAX_TOGETHER = 1 << 16
 """Tokens of the largest batch that ONNX Runtime runs."""
+_DECISION, _TOLD_APART = "decision at ", ", told apart"
+"""Beginning and end of the names of cases."""
 _QUANTIZED_ROWS = 4
 """Rows of the smallest case of a quantized graph: one of each length of `_ragged_feeds`."""
 _TABLE_ROWS = 8
@@ -110,14 +112,19 @@ class Decisions:
                 continue
             label = ", ".join(f"{dim} {size}" for dim, size in sizes.items())
             make = partial(_ragged_feeds, record, sizes, limits, _Ids(seed, mixed_in=mixed))
-            cases.append(ValidationCase(f"decision at {label}", "sweep", make))
+            cases.append(ValidationCase(f"{_DECISION}{label}", "sweep", make))
         per_case = _TABLE_ROWS * _TABLE_LENGTH
         for start in range(0, len(self.ids), per_case):
             ids = self.ids[start : start + per_case]
             name = f"ids {ids[0]} to {ids[-1]}" if len(ids) > 1 else f"id {ids[0]}"
             make = partial(_feeds_with_ids, record, ids, limits, seed)
-            cases.append(ValidationCase(f"{name}, told apart", "sweep", make))
+            cases.append(ValidationCase(f"{name}{_TOLD_APART}", "sweep", make))
         return cases
+
+
+def is_of_decision(name: str) -> bool:
+    """Return True for the name of a case from `Decisions.cases`."""
+    return name.startswith(_DECISION) or name.endswith(_TOLD_APART)
 
 
 def find_decisions(path: Path, record: GraphRecord, limits: FeedLimits) -> Decisions:

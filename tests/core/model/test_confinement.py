@@ -90,6 +90,11 @@ STOPPED = {
     "name": ("socket.gethostbyname('localhost')", "to open a connection"),
     "server": ("socket.socket().bind(('127.0.0.1', 0))", "to open a connection"),
     "pickle": ("pickle.loads(b'cos\\nsystem\\n.')", "to load an object from a pickle"),
+    "pickle by way of a tokenizer's part": (
+        "import tokenizers.decoders;"
+        "pickle.loads(b'\\x80\\x04\\x8c\\x13tokenizers.decoders\\x8c\\x0fFuse.__module__\\x93.')",
+        "to load an object from a pickle",
+    ),
     "write": ("(model.parent / 'home/new').write_text('')", "to write .*home/new"),
     "append": ("open(model.parent / 'home/secret.txt', 'a')", "to write .*secret.txt"),
     "low level": (
@@ -166,6 +171,11 @@ HARMLESS = {
     "null": "open(os.devnull, 'w').close()",
     "facts about the machine": "open('/proc/cpuinfo').read()",
     "name tuples": "import collections; collections.namedtuple('A', 'b')",
+    "parts of a tokenizer in a pickle": (
+        "from tokenizers import decoders, pre_tokenizers as p;"
+        "parts = [decoders.ByteLevel(), p.Sequence([p.Digits(), p.ByteLevel()])];"
+        "pickle.loads(pickle.dumps(parts))"
+    ),
     "database in memory": "sqlite3.connect(':memory:').close()",
 }
 

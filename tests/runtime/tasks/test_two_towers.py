@@ -1,6 +1,7 @@
 """Texts and images of one graph: vectors of one space, beside transformers' own."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -9,8 +10,10 @@ from PIL import Image
 from transformers import AutoTokenizer, CLIPImageProcessor
 
 from enginery import export_model, load_model, predict_file
+from enginery.core.artifact.artifact import Artifact, commit_artifact
 from enginery.core.errors import InputError
 from tests.tiny_encoders import save_encoder
+from tests.validate.test_answers import compared
 
 TEXTS = ["A cat.", "a", "", "A cat that sits on a very long bench beside the river."]
 
@@ -71,6 +74,22 @@ def test_texts_and_images_have_the_vectors_of_the_whole_model(name, whole):
         assert similar == pytest.approx(texts @ images.T, abs=1e-4)
         assert model.embed(TEXTS, dimensions=3).shape == (4, 3)
         assert model.embed([]).shape == (0, texts.shape[1])
+
+
+@pytest.mark.parametrize("name", ["CLIPModel", pytest.param("SiglipModel", marks=pytest.mark.more)])
+def test_answers_of_both_are_compared(name, whole, tmp_path):
+    artifact, *_ = whole(name)
+    found = compared(artifact, tmp_path / "sound")
+    assert (found.cases, found.not_compared) == ([], "")
+    assert found.metrics.compared == found.metrics.inputs == 9
+    changed = tmp_path / "changed"
+    shutil.copytree(artifact.path, changed)
+    file = changed / "preprocessor_config.json"
+    processor = json.loads(file.read_text())
+    file.write_text(json.dumps({**processor, "image_mean": [0.1, 0.2, 0.3]}))
+    commit_artifact(changed, artifact.manifest)
+    found = compared(Artifact.open(changed), tmp_path / "faulty")
+    assert {case.name.split()[0] for case in found.cases} == {"image"}
 
 
 def test_notes_and_errors_say_what_the_model_takes(whole):

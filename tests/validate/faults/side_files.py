@@ -314,6 +314,38 @@ def _named(directory: Path) -> None:
         file.write_bytes(json_bytes(document | {"name_or_path": "org/name", "remark": "mine"}))
 
 
+def _escaped(directory: Path) -> None:
+    for file in directory.glob("*.json"):
+        if file.name != "manifest.json":
+            file.write_text(json.dumps(json.loads(file.read_text()), ensure_ascii=True) + "\n\n")
+
+
+def _with_defaults(directory: Path) -> None:
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(directory)
+    (directory / "config.json").unlink()  # it may be a link
+    config.to_json_file(directory / "config.json", use_diff=False)
+
+
+def _with_files(directory: Path) -> None:
+    (directory / "README.md").write_text("# A model\n")
+    (directory / ".gitattributes").write_text("*.onnx filter=lfs\n")
+    (directory / "training_args.txt").write_text("epochs=3")
+
+
+def _tokens_as_objects(directory: Path) -> None:
+    file = directory / "tokenizer_config.json"
+    document = json.loads(file.read_text())
+    flags = {t["content"]: t for t in document["added_tokens_decoder"].values()}
+    objects = {
+        role: {"__type": "AddedToken", **flags[token]}
+        for role, token in document.items()
+        if role.endswith("_token") and isinstance(token, str) and token in flags
+    }
+    file.write_bytes(json_bytes({**document, **objects}))
+
+
 SOUND = {
     "written in another order": (MODELS, _reordered),
     "tokenizer saved anew": (
@@ -322,6 +354,13 @@ SOUND = {
     ),
     "processor saved anew": (("vit", "whisper"), _resaved_processor),
     "config saved anew": (MODELS, _resaved_config),
+    "escaped": (MODELS, _escaped),
+    "with defaults": (MODELS, _with_defaults),
+    "with other files": (MODELS, _with_files),
+    "tokens as objects": (
+        ("embedder", "classifier", "tagger", "decoder", "whisper"),
+        _tokens_as_objects,
+    ),
     "named": (("embedder", "classifier", "tagger", "decoder", "whisper"), _named),
 }
 """Changes without effect: the models, and what changes their directory in place."""
