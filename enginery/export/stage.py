@@ -147,7 +147,7 @@ def run(
     started = time.monotonic()
     key = key or fingerprint(source, config, vocoder)
     resolved = with_opset(source, config)
-    with staging(out) as directory:
+    with staging(out, key.inputs) as directory:
         request = WorkerRequest(
             source.record.kind,
             str(source.path),

@@ -23,7 +23,7 @@ from enginery.predict.config import PredictConfig
 from enginery.predict.journal import Journal, lock_output, remove_leftovers
 from enginery.predict.stage import run
 from enginery.predict.token_batches import WindowRunner
-from enginery.predict.writer import Assembly, PartWriter
+from enginery.predict.writer import Assembly, FinishedPart, PartWriter
 
 ROWS = 200
 _PROGRAM = """
@@ -172,13 +172,14 @@ LINE = pa.schema([("text", pa.string())])
 
 
 def write_part(path, *texts):
-    """Write a part with these texts."""
+    """Write a part with these texts, and return it."""
     with PartWriter(path, LINE) as part:
         part.write(pa.record_batch([list(texts)], schema=LINE))
+    return FinishedPart.of(path, len(texts))
 
 
 def test_failed_assembly_keeps_the_old_output(tmp_path, monkeypatch):
-    write_part(tmp_path / "part", "a")
+    part = write_part(tmp_path / "part", "a")
     (tmp_path / "out.jsonl").write_bytes(b"old\n")
 
     def full(*_):
@@ -186,7 +187,7 @@ def test_failed_assembly_keeps_the_old_output(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     with Assembly(tmp_path, "jsonl", LINE) as assembly:
-        assembly.add(tmp_path / "part")
+        assembly.add(part)
         with pytest.raises(OSError, match="No space left on device"):
             assembly.finish()
     assert (tmp_path / "out.jsonl").read_bytes() == b"old\n"
@@ -195,11 +196,11 @@ def test_failed_assembly_keeps_the_old_output(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("own_process", [False, True])
 def test_output_is_replaced_atomically(tmp_path, own_process):
-    write_part(tmp_path / "part", "new")
+    part = write_part(tmp_path / "part", "new")
     (tmp_path / "out.jsonl").write_bytes(b"old\n")
     with (tmp_path / "out.jsonl").open("rb") as reader:
         assembly = Assembly(tmp_path, "jsonl", LINE, own_process=own_process)
-        assembly.add(tmp_path / "part")
+        assembly.add(part)
         assert assembly.finish() == hashlib.sha256(b'{"text": "new"}\n').hexdigest()
         assembly.deliver(tmp_path / "out.jsonl")
         assert reader.read() == b"old\n"
@@ -231,7 +232,8 @@ def test_run_killed_while_assembling_leaves_only_its_parts(
 ):
     artifact = tiny("bert", "text-classification")
     kill_while_assembling(predict, monkeypatch, artifact, data)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.csv", "out.parquet.parts"]
+    left = [".tmp-out.parquet-lock", "in.csv", "out.parquet.parts"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
     assert (tmp_path / "out.parquet.parts" / "assembled").exists()
     assert predict(artifact, data).resumed_rows == ROWS
     assert len(rows()) == ROWS
@@ -325,7 +327,7 @@ def test_parts_of_a_large_output_are_joined_while_others_are_written(tmp_path, m
                 path = tmp_path / f"part-{number}"
                 with PartWriter(path, schema) as part:
                     part.write(batch)
-                assembly.add(path)
+                assembly.add(FinishedPart.of(path, batch.num_rows))
             threads = {thread.name for thread in threading.enumerate()}
             assert ("enginery-assemble" in threads) == (threshold == 0)
             digest = assembly.finish()
@@ -338,16 +340,16 @@ def test_parts_of_a_large_output_are_joined_while_others_are_written(tmp_path, m
 
 def test_run_that_fails_leaves_no_thread_that_joins_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "_BACKGROUND_BYTES", 0)
-    write_part(tmp_path / "part", "a")
+    part = write_part(tmp_path / "part", "a")
     with Assembly(tmp_path, "jsonl", LINE) as assembly:
-        assembly.add(tmp_path / "part")
+        assembly.add(part)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["part"]
     assert not [t for t in threading.enumerate() if t.name == "enginery-assemble"]
 
 
 def test_failure_of_the_thread_that_joins_parts_ends_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "_BACKGROUND_BYTES", 0)
-    write_part(tmp_path / "part", "a")
+    part = write_part(tmp_path / "part", "a")
 
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -355,25 +357,25 @@ def test_failure_of_the_thread_that_joins_parts_ends_the_run(tmp_path, monkeypat
     monkeypatch.setattr(os, "fsync", full)
     monkeypatch.setattr(writer, "_SYNCED_BYTES", 1)
     with Assembly(tmp_path, "jsonl", LINE) as assembly:
-        assembly.add(tmp_path / "part")
+        assembly.add(part)
         assembly._thread.join(30)
         with pytest.raises(OSError, match="No space left on device"):
-            assembly.add(tmp_path / "part")
+            assembly.add(part)
 
 
 def test_errors_of_the_process_that_writes_are_reported(tmp_path):
-    write_part(tmp_path / "part", "a")
+    part = write_part(tmp_path / "part", "a")
     with Assembly(tmp_path / "gone", "jsonl", LINE, own_process=True) as assembly:
-        assembly.add(tmp_path / "part")
+        assembly.add(part)
         with pytest.raises(InputError, match="the output cannot be written: No such file"):
             assembly.finish()
 
 
 def test_process_that_writes_is_killed(tmp_path):
-    write_part(tmp_path / "part", "a")
+    part = write_part(tmp_path / "part", "a")
     process = writer.OutputProcess(tmp_path / "assembled", "jsonl", LINE)
     with process:
-        process.add(tmp_path / "part")
+        process.add(part)
         process._process.kill()
         with pytest.raises(InputError, match=r"writing .*assembled: the process was killed"):
             process.finish()

@@ -17,12 +17,19 @@ import sqlite3
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from enginery.core.artifact.inputs import (
+    InputFiles,
+    note_digest,
+    note_input,
+    note_listing,
+    recorded_inputs,
+)
 from enginery.core.home import enginery_home
 from enginery.core.json_file import require_regular_file
 from enginery.core.onnxruntime_builds import installed_onnxruntimes
@@ -41,6 +48,8 @@ class Fingerprint:
 
     stage: str
     fields: dict[str, str]
+    inputs: InputFiles = field(default_factory=recorded_inputs, compare=False, repr=False)
+    """The files that the fields were computed from, if they were recorded."""
 
     @cached_property
     def key(self) -> str:
@@ -158,13 +167,15 @@ def sha256_of(path: Path, *, trust_stat: bool = True) -> str:
         OSError: the file cannot be read, or is not a regular file.
     """
     require_regular_file(path)
+    note_input(path)  # before its state counts as known
     name, stat = str(path.resolve()), _settled_stat(path)
     select = "select sha256 from file_hashes where path=? and stat=?"
-    if trust_stat and (cached := _query_cache(select, name, stat)):
-        return cached
-    with path.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    _query_cache("insert or replace into file_hashes values (?, ?, ?)", name, stat, digest)
+    digest = _query_cache(select, name, stat) if trust_stat else None
+    if digest is None:
+        with path.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        _query_cache("insert or replace into file_hashes values (?, ?, ?)", name, stat, digest)
+    note_digest(path, digest)
     return digest
 
 
@@ -179,7 +190,10 @@ def _settled_stat(path: Path) -> str:
 
 def data_sha256(data: Path) -> str:
     """Return one digest of a data file, or of the names and contents of all files in a folder."""
-    files = sorted(path for path in list_tree(data) if path.is_file()) if data.is_dir() else [data]
+    files = [data]
+    if data.is_dir():
+        files = sorted(path for path in list_tree(data) if path.is_file())
+        note_listing(data, lambda: [str(path) for path in list_tree(data) if path.is_file()])
     return combined_sha256(
         {str(path.relative_to(data)): sha256_of(path) for path in files if path.is_file()}
     )
