@@ -458,7 +458,8 @@ def test_a_verdict_needs_no_store(tmp_path, home):
     artifact = make(tmp_path / "minilm")
     shutil.rmtree(home, ignore_errors=True)
     home.write_text("a file")
-    assert Artifact.open(artifact.path) == artifact.annotate(verdict(), b"{}")
+    annotated = artifact.annotate(verdict(), b"{}")
+    assert Artifact.open(artifact.path) == annotated
 
 
 def test_a_verdict_is_not_added_to_another_artifact(tmp_path):
