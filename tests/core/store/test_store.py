@@ -398,7 +398,7 @@ def test_prune_removes_damaged_engines_and_their_leftovers():
     store = Store()
     made = obtain_engine(store)[0]
     made.plan.write_bytes(PLAN[::-1])
-    (store.engines / ".tmp-tensorrt-rtx-sm89-0123-0123456789ab").mkdir()
+    (store.engines / ".tmp-tensorrt-rtx-sm89-0123456789abcdef-0123456789ab").mkdir()
     (entry,) = store.prune(max_size_bytes=1 << 40)
     assert entry.path == made.path
     assert "model.plan was altered" in entry.problem
