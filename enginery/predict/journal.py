@@ -38,7 +38,7 @@ from enginery.core.home import enginery_home
 from enginery.core.json_file import json_bytes, read_document
 from enginery.core.paths import list_directory, list_prefixed
 from enginery.core.progress import SILENT, Progress
-from enginery.core.temporary import locked_beside, write_atomically
+from enginery.core.temporary import final_name, locked_beside, write_atomically
 from enginery.core.temporary import remove_leftovers as remove_temporary
 from enginery.predict.batch_predictor import PredictedBatch
 from enginery.predict.columns import OutputColumns
@@ -366,6 +366,28 @@ class Journal:
 def parts_directory(output: Path) -> Path:
     """Return the directory of an output's parts: `out.parquet.parts` for `out.parquet`."""
     return output.with_name(f"{output.name}.parts")
+
+
+def other_files(folder: Path, output: Path) -> Callable[[str], bool]:
+    """Return a function that is False for what belongs to the output in a folder.
+
+    That is the output itself, its report, its parts and its temporary files. The function takes
+    the path of a file below the folder.
+    """
+    target, root = Path(os.path.realpath(output)), Path(os.path.realpath(folder))
+    if not target.is_relative_to(root):
+        return lambda _: True
+    above = target.relative_to(root).parts[:-1]
+    own_names = (target.name, sidecar(target).name, parts_directory(target).name)
+
+    def is_other(name: str) -> bool:
+        parts = Path(name).parts
+        if parts[: len(above)] != above or len(parts) == len(above):
+            return True
+        first = Path(parts[len(above)])
+        return first.name not in own_names and final_name(first) not in own_names
+
+    return is_other
 
 
 def remove_parts(output: Path) -> None:

@@ -55,6 +55,7 @@ from enginery.predict.journal import (
     Journal,
     is_complete,
     lock_output,
+    other_files,
     parts_directory,
     remove_parts,
 )
@@ -82,11 +83,12 @@ take a GPU."""
 
 
 def fingerprint(
-    artifact: Artifact, path: Path, output_format: str, config: PredictConfig
+    artifact: Artifact, path: Path, output: Path, output_format: str, config: PredictConfig
 ) -> Fingerprint:
     """Compute the fingerprint of an output from its input, artifact, options and tools.
 
-    It knows the files, so that a change while they are read is noticed.
+    It knows the files, so that a change while they are read is noticed. The output may lie in the
+    folder of the input, which it is then no part of.
 
     Raises:
         ArtifactError: a file of the artifact was altered since it was opened.
@@ -95,7 +97,7 @@ def fingerprint(
     with InputFiles().recording():
         artifact.check_files()
         inputs = {
-            "input": data_content(path),
+            "input": data_content(path, other_files(path, output)),
             "artifact": artifact.content_sha256(),
             "output_format": output_format,
         }
@@ -176,7 +178,7 @@ def run(
             config = replace(config, format="images")  # of a folder the images, else texts
         if path.resolve() == output.resolve():
             raise InputError(f"output '{output}' is the input, which is never overwritten.")
-        key = fingerprint(artifact, path, kind, config)
+        key = fingerprint(artifact, path, output, kind, config)
         if report := find_finished(output, key, force=force):
             progress.say(f"predict: nothing to do, {output} is up to date")
             remove_parts(output)  # of a run that was killed after it had assembled them
@@ -275,7 +277,7 @@ def _run_tensors(
         lock_output(output),
         directory_beside(output) as scratch,
     ):
-        key = fingerprint(artifact, source, NPZ, config)
+        key = fingerprint(artifact, source, output, NPZ, config)
         if report := find_finished(output, key, force=force):
             progress.say(f"predict: nothing to do, {output} is up to date")
             return report

@@ -15,7 +15,7 @@ import json
 import re
 import sqlite3
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -115,10 +115,11 @@ def option_fields(options: Any, **contents: str) -> dict[str, str]:
     return fields
 
 
-def data_content(name: str | Path) -> str:
+def data_content(name: str | Path, is_counted: Callable[[str], bool] = lambda _: True) -> str:
     """Return the kind and the digest of a data file or a folder; `none` for an empty name.
 
-    The suffix of a file's name is its kind: it decides how the file is read.
+    The suffix of a file's name is its kind: it decides how the file is read. Of a folder, the files
+    count whose path below it `is_counted` accepts.
 
     >>> _ = (tmp_path / "reviews.csv").write_text("text")
     >>> data_content(tmp_path / "reviews.csv")[:16]
@@ -128,7 +129,7 @@ def data_content(name: str | Path) -> str:
         return "none"
     path = Path(name).expanduser()
     kind = "folder" if path.is_dir() else path.suffix.lower().removeprefix(".") or "file"
-    return f"{kind} {data_sha256(path)}"
+    return f"{kind} {data_sha256(path, is_counted)}"
 
 
 def tool_versions(packages: Iterable[str]) -> dict[str, str]:
@@ -188,15 +189,20 @@ def _settled_stat(path: Path) -> str:
     return f"{stat.st_size} {stat.st_ino} {stat.st_mtime_ns} {stat.st_ctime_ns}"
 
 
-def data_sha256(data: Path) -> str:
-    """Return one digest of a data file, or of the names and contents of all files in a folder."""
-    files = [data]
-    if data.is_dir():
-        files = sorted(path for path in list_tree(data) if path.is_file())
-        note_listing(data, lambda: [str(path) for path in list_tree(data) if path.is_file()])
-    return combined_sha256(
-        {str(path.relative_to(data)): sha256_of(path) for path in files if path.is_file()}
-    )
+def data_sha256(data: Path, is_counted: Callable[[str], bool] = lambda _: True) -> str:
+    """Return one digest of a data file, or of the names and contents of all files in a folder.
+
+    Of a folder, the files count whose path below it `is_counted` accepts.
+    """
+    if not data.is_dir():
+        return combined_sha256({".": sha256_of(data)} if data.is_file() else {})
+
+    def list_names() -> list[str]:
+        names = (str(path.relative_to(data)) for path in list_tree(data) if path.is_file())
+        return sorted(filter(is_counted, names))
+
+    note_listing(data, list_names)
+    return combined_sha256({name: sha256_of(data / name) for name in list_names()})
 
 
 def combined_sha256(files: Mapping[str, str]) -> str:
