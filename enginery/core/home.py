@@ -53,6 +53,8 @@ def file_lock(name: str, *, home: Path | None = None, timeout_seconds: float = -
 def note_made(path: Path, home: Path) -> None:
     """List a file or a directory of the store as made by enginery, before it is made.
 
+    A list that belongs to another user is left as it is: an entry is also known by its key.
+
     Raises:
         OSError: the list cannot be written.
     """
@@ -60,7 +62,10 @@ def note_made(path: Path, home: Path) -> None:
     if name in names_made(home):
         return
     home.mkdir(parents=True, exist_ok=True)
-    with (home / MADE).open("ab") as stream:  # several processes may append
+    with (
+        suppress(PermissionError),
+        (home / MADE).open("ab") as stream,
+    ):  # several processes may append
         stream.write(json.dumps(name).encode() + b"\n")
         stream.flush()
         os.fsync(stream.fileno())

@@ -19,6 +19,7 @@ killed run, and `remove_leftovers` removes it. On file systems without locks not
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import re
 import shutil
@@ -35,6 +36,7 @@ from filelock import FileLock, Timeout
 from enginery.core.closing import Closeable
 from enginery.core.durable import make_directory, replace_synced
 from enginery.core.errors import EngineryError, os_errors_as
+from enginery.core.home import file_lock
 from enginery.core.paths import list_directory
 
 PREFIX = ".tmp-"
@@ -93,9 +95,9 @@ def locked_beside(
     """Let one process at a time write a file or a directory, wherever its ENGINERY_HOME is.
 
     The lock file is removed at the end. One that a killed process has left is taken over. Paths
-    that lead to the same file through links have the same lock. There is no lock where the
-    directory cannot be written, because `path` cannot be written either, and on file systems
-    without locks.
+    that lead to the same file through links have the same lock. There is none where the
+    directory cannot be written, because `path` cannot be written either. On a file system without
+    locks it is in ENGINERY_HOME, so that it holds for processes with the same one.
 
     Args:
         path: what is written, which need not exist.
@@ -119,6 +121,11 @@ def locked_beside(
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
+            with suppress(OSError):
+                file.unlink()
+            digest = hashlib.sha256(os.fsencode(target)).hexdigest()[:16]
+            lock = file_lock(f"beside-{digest}").lock_file
+            stack.enter_context(locked_file(Path(lock), on_wait))
         else:
             inode = file.stat().st_ino
             stack.callback(_remove_lock_file, file, inode)

@@ -1,5 +1,6 @@
 """The lock beside what is written."""
 
+import errno
 import os
 import signal
 import threading
@@ -85,18 +86,26 @@ def test_waiting_is_said_and_the_lock_is_had_afterwards(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_rights_or_locks_there_is_none(tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "access", lambda *_: False)
-        with locked_beside(tmp_path / "out"):
-            assert list(tmp_path.iterdir()) == []
+def test_there_is_no_lock_where_nothing_can_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with locked_beside(tmp_path / "out"), locked_beside(tmp_path / "out"):
+        assert list(tmp_path.iterdir()) == []
 
-    def refuse(*_, **__):
-        raise OSError(95, "Operation not supported")
+
+def test_on_a_file_system_without_locks_the_store_has_the_lock(tmp_path, monkeypatch):
+    monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))
+    acquire = temporary.FileLock.acquire
+
+    def refuse(lock, *arguments, **options):
+        if "home" not in lock.lock_file:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        return acquire(lock, *arguments, **options)
 
     monkeypatch.setattr(temporary.FileLock, "acquire", refuse)
     with locked_beside(tmp_path / "out"):
-        pass
+        assert is_locked(tmp_path / "out")
+        assert not is_locked(tmp_path / "other")
+    assert not is_locked(tmp_path / "out")
 
 
 def test_lock_of_a_directory_that_was_replaced_is_not_removed(tmp_path):
