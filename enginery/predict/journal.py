@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -36,7 +37,7 @@ from enginery.core.durable import make_directory, replace_synced, sync_directory
 from enginery.core.errors import InputError
 from enginery.core.home import enginery_home
 from enginery.core.json_file import json_bytes, read_document
-from enginery.core.paths import list_directory, list_prefixed
+from enginery.core.paths import list_directory
 from enginery.core.progress import SILENT, Progress
 from enginery.core.temporary import final_name, locked_beside, write_atomically
 from enginery.core.temporary import remove_leftovers as remove_temporary
@@ -48,6 +49,8 @@ from enginery.predict.writer import ASSEMBLED, Assembly, FinishedPart, PartWrite
 
 _JOURNAL = "journal.jsonl"
 _PART = "part-"
+_PART_NAME = re.compile(r"part-\d{6,}")
+_NOTE_NAME = re.compile(r"[0-9a-f]{16}")
 STDIN_COPY = "stdin"
 _REPORT = "report.json"
 _KNOWN_FILES = (_JOURNAL, STDIN_COPY, _REPORT, ASSEMBLED)
@@ -96,12 +99,15 @@ def remove_leftovers(on_removed: Callable[[Path], object] = lambda _: None) -> i
     Args:
         on_removed: called with each removed file.
     """
-    freed = remove_temporary(_notes())
-    for note in list_directory(_notes()):
+    freed, notes = 0, _notes()
+    names = {final_name(path) for path in list_directory(notes)} if not notes.is_symlink() else ()
+    for note in [notes / name for name in names if _NOTE_NAME.fullmatch(name)]:
+        freed += remove_temporary(notes, note.name, on_removed)
         with suppress(OSError):  # of a run that has just ended, or of another user
             output = Path(os.fsdecode(read_document(note).replace(b"\0", b"")))
             if _output_id(output) != note.name:  # it was damaged
                 note.unlink()
+                on_removed(note)
                 continue
             with suppress(Timeout), locked_beside(output, create=False):
                 freed += _clear(output, on_removed)
@@ -117,8 +123,7 @@ def _clear(output: Path, on_removed: Callable[[Path], object]) -> int:
     directory = parts_directory(output)
     finished_files = set() if _is_delivered(output) else _resumable_files(directory)
     for path in list_directory(directory):
-        ours = path.name in _KNOWN_FILES or path.name.startswith(_PART)
-        if ours and path.name not in finished_files and path.is_file():
+        if _is_own(path) and path.name not in finished_files and path.is_file():
             freed += path.stat().st_size
             path.unlink()
             on_removed(path)
@@ -185,13 +190,15 @@ class Journal:
                 journal._resume(lines)
                 return journal
             make_directory(directory)
-            if list_prefixed(directory, _PART):
+            own_files = [path for path in list_directory(directory) if _is_own(path)]
+            if any(path.name.startswith(_PART) for path in own_files):
                 reason = _why_removed(directory, lines, fingerprint)
                 journal.notes.append(
                     f"{directory.name}: parts of an earlier run are removed, because {reason}"
                 )
-            for path in [directory / _JOURNAL, *list_prefixed(directory, _PART)]:
-                path.unlink(missing_ok=True)
+            for path in own_files:
+                if path.name == _JOURNAL or path.name.startswith(_PART):
+                    path.unlink()
             journal._append(head)
         except OSError as error:
             raise InputError(f"output '{output}' cannot be written: {error.strerror}.") from error
@@ -397,7 +404,7 @@ def remove_parts(output: Path) -> None:
     with suppress(OSError):
         if journal.is_file():
             for path in directory.iterdir():
-                if path != journal:
+                if path != journal and _is_own(path):
                     path.unlink()
             sync_directory(directory)  # parts without a journal would be taken for foreign files
             journal.unlink()
@@ -429,7 +436,7 @@ def _why_removed(directory: Path, lines: list[_Line], fingerprint: Fingerprint) 
 def _check_untracked_files(directory: Path) -> None:
     """Raise InputError if the directory has files that predict does not write."""
     for path in list_directory(directory):
-        if path.name not in _KNOWN_FILES and not path.name.startswith(_PART):
+        if not _is_own(path):
             raise InputError(
                 f"{directory} contains {path.name}, expected only parts from an earlier run.",
                 do="Move it elsewhere, or choose another --out.",
@@ -501,6 +508,11 @@ def _is_delivered(output: Path) -> bool:
         report = json.loads(sidecar(output).read_bytes())
         return output.is_file() and report["key"] == _lines(parts_directory(output))[0].entry["key"]
     return False
+
+
+def _is_own(path: Path) -> bool:
+    """Return True for a file in a directory of parts that has a name as predict gives it."""
+    return path.name in _KNOWN_FILES or _PART_NAME.fullmatch(path.name) is not None
 
 
 def _name(number: int) -> str:

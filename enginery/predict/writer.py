@@ -276,6 +276,9 @@ class OutputFile(Closeable):
 
     def close(self) -> None:
         """Close the file; of Parquet it is complete only after `finish`."""
+        if self._parquet is not None:
+            with suppress(OSError, ValueError):  # pyarrow would write when it is freed
+                self._parquet.close()
         self._file.close()
 
     def _write_group(self) -> None:
