@@ -29,6 +29,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from onnx import helper, numpy_helper
 
 from enginery import (
     build_engine,
@@ -37,15 +38,18 @@ from enginery import (
     quantize_model,
     validate_model,
 )
-from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.artifact import Artifact, commit_artifact, staging
 from enginery.core.artifact.engine import Engine
 from enginery.core.artifact.engine_record import engine_directories
+from enginery.core.artifact.manifest import GraphRecord, Manifest
 from enginery.core.errors import EngineryError
+from enginery.core.shapes import TensorSpec
 from enginery.predict.config import PredictConfig
 from enginery.predict.journal import Journal, parts_directory
 from enginery.predict.report import sidecar
 from enginery.predict.stage import run as predict
 from enginery.runtime import torch_reference
+from tests.core.artifacts import manifest
 from tests.faults.scenarios import linear_artifact
 from tests.prefork import forked_children
 
@@ -53,6 +57,7 @@ SHARE = float(os.environ.get("FAULTS_SHARE", "1"))
 SEED = int(os.environ.get("FAULTS_OFFSET", "0"))
 CONFIG = PredictConfig(window=8, part_rows=16, workers=1)
 ROWS = 400
+WIDTH = 32
 
 
 def rounds(count: int) -> range:
@@ -208,14 +213,34 @@ class Optimize(Stage):
         return optimize_model(folder, target="tensorrt", precision="fp16").content_sha256()
 
 
-class Quantize(Optimize):
-    """The inputs of the calibration lie in the same folder's neighbour."""
-
+class Quantize(Stage):
     name = "quantize"
 
     def write(self, folder: Path, *, other: bool) -> None:
-        super().write(folder / "artifact", other=other)
-        rows = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
+        chance = np.random.default_rng(0)
+        weight = chance.normal(size=(WIDTH, WIDTH)).astype(np.float32)
+        dims = ("batch", 8, WIDTH)
+        graph = GraphRecord(
+            file="model.onnx",
+            opset=20,
+            inputs=(TensorSpec("x", "float32", dims),),
+            outputs=(TensorSpec("logits", "float32", dims),),
+            data_files=(),
+        )
+        with staging(folder / "artifact") as directory:
+            made = helper.make_graph(
+                [helper.make_node("MatMul", ["x", "w"], ["logits"], name="matmul")],
+                "wide",
+                [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, dims)],
+                [helper.make_tensor_value_info("logits", onnx.TensorProto.FLOAT, dims)],
+                [numpy_helper.from_array(weight * (3 if other else 1), "w")],
+            )
+            opset = [helper.make_opsetid("", 20)]
+            model = helper.make_model(made, opset_imports=opset, ir_version=10)
+            onnx.save(model, directory / "model.onnx")
+            (directory / "config.json").write_text("{}")
+            commit_artifact(directory, manifest().model_copy(update={"graphs": (graph,)}))
+        rows = chance.normal(size=(64, 8, WIDTH)).astype(np.float32)
         np.savez(folder / "rows.npz", x=rows * (5 if other else 1))
 
     def run(self, folder: Path) -> str:
@@ -233,7 +258,7 @@ class Build(Optimize):
         if other:  # plans of one graph differ; another number of nodes tells two graphs apart
             model = onnx.load(folder / "model.onnx")
             model.graph.node[0].output[0] = "product"
-            model.graph.node.append(onnx.helper.make_node("Softmax", ["product"], ["logits"]))
+            model.graph.node.append(helper.make_node("Softmax", ["product"], ["logits"]))
             onnx.save(model, folder / "model.onnx")
             record_again(folder)
 
@@ -294,19 +319,16 @@ def scale(path: Path, factor: float = 3) -> None:
     model = onnx.load(path)
     for tensor in model.graph.initializer:
         if tensor.data_type == onnx.TensorProto.FLOAT:
-            values = onnx.numpy_helper.to_array(tensor) * np.float32(factor)
-            tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
+            values = numpy_helper.to_array(tensor) * np.float32(factor)
+            tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
     onnx.save(model, path)
 
 
 def record_again(folder: Path) -> None:
     """Let the manifest record the changed files, as another artifact's does."""
-    from enginery.core.artifact.artifact import commit_artifact
-    from enginery.core.artifact.manifest import Manifest
-
-    manifest = Manifest.from_bytes((folder / "manifest.json").read_bytes())
+    recorded = Manifest.from_bytes((folder / "manifest.json").read_bytes())
     (folder / "manifest.json").unlink()
-    commit_artifact(folder, manifest)
+    commit_artifact(folder, recorded)
 
 
 def files_of(folder: Path) -> list[Path]:

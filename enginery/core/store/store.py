@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from filelock import Timeout
 
@@ -32,7 +33,6 @@ from enginery.core.store.entries import (
     ENGINES,
     ENTRY_TYPES,
     GRAPHS,
-    AnyEntryType,
     Content,
     EntryType,
     Inode,
@@ -290,7 +290,7 @@ def _files(directory: Path) -> dict[Inode, int]:
     return {(stat.st_dev, stat.st_ino): stat.st_size for stat in stats}
 
 
-def _entry(path: Path, kind: AnyEntryType, *, is_listed: bool) -> StoreEntry | None:
+def _entry(path: Path, kind: EntryType[Any], *, is_listed: bool) -> StoreEntry | None:
     """Return the entry at `path`; None if another process has just removed it.
 
     An earlier version did not list what it made. Its entries have their key in their name.
