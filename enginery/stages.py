@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from enginery.core.artifact.artifact import REPORTS, Artifact, check_overwritable
 from enginery.core.artifact.fingerprint import Fingerprint
+from enginery.core.artifact.inputs import InputFiles
 from enginery.core.artifact.manifest import Verdict
 from enginery.core.errors import (
     ArtifactError,
@@ -33,7 +34,7 @@ from enginery.core.model.files import ModelConfig, module_kinds
 from enginery.core.model.source import resolve_source
 from enginery.core.progress import SILENT, Progress
 from enginery.core.store.store import ARTIFACTS, Store
-from enginery.core.temporary import remove_leftovers, remove_scratch
+from enginery.core.temporary import locked_beside, remove_leftovers, remove_scratch
 from enginery.engine.config import BuildConfig
 from enginery.export.config import ExportConfig, check_options
 from enginery.export.tasks import inferred_task, task_name
@@ -120,17 +121,19 @@ def run_cached(
             stays = isinstance(source, Artifact) and not isinstance(config, BuildConfig)
             check_out(Path(out), Path(name) if stays else None)
         plan: _Plan | None
-        if isinstance(config, ExportConfig):
-            plan = _plan_export(str(source), config, progress)
-        else:
-            artifact = cast("Artifact", source)
-            artifact.require_passed(allow_failed=config.allow_failed)
-            if isinstance(config, OptimizeConfig):
-                plan = _plan_optimize(artifact, config, progress)
-            elif isinstance(config, QuantizeConfig):
-                plan = _plan_quantize(artifact, config, progress, calibration)
+        with InputFiles().recording():
+            if isinstance(config, ExportConfig):
+                plan = _plan_export(str(source), config, progress)
             else:
-                plan = _plan_build(artifact, config, progress, out=str(out), force=force)
+                artifact = cast("Artifact", source)
+                artifact.check_files()
+                artifact.require_passed(allow_failed=config.allow_failed)
+                if isinstance(config, OptimizeConfig):
+                    plan = _plan_optimize(artifact, config, progress)
+                elif isinstance(config, QuantizeConfig):
+                    plan = _plan_quantize(artifact, config, progress, calibration)
+                else:
+                    plan = _plan_build(artifact, config, progress, out=str(out), force=force)
         if plan is None:
             stage, result, worked = "build", artifact, False
         else:
@@ -306,6 +309,14 @@ def deliver(
     a verdict from the same stage, the newer one stays. Verdicts from the stages in `checked`, which
     have just run, always replace those at `out`.
     """
+    with (
+        os_errors_as(ArtifactError, f"{out} cannot be written", do="Choose another --out."),
+        locked_beside(out, lambda: progress.say(f"waiting: another process writes {out}")),
+    ):
+        return _deliver(artifact, out, progress, checked)
+
+
+def _deliver(artifact: Artifact, out: Path, progress: Progress, checked: Sequence[str]) -> Artifact:
     remove_leftovers(out.parent, out.name)  # a copy that is up to date is not written again
     try:
         present = Artifact.open(out)

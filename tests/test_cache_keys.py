@@ -4,6 +4,7 @@ import dataclasses
 import shutil
 import typing
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -65,7 +66,8 @@ def fingerprint(exported, tiny_model):
         return bench.fingerprint([target], BenchConfig(data=data, **options))
 
     def of_predict(data, **options):
-        return predict.fingerprint(exported(*MODEL), data, "csv", PredictConfig(**options))
+        config = PredictConfig(**options)
+        return predict.fingerprint(exported(*MODEL), data, Path("out.csv"), "csv", config)
 
     functions = {
         "export": of_export,

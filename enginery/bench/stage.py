@@ -48,6 +48,7 @@ from enginery.core.artifact.fingerprint import (
     option_fields,
     stage_fingerprint,
 )
+from enginery.core.artifact.inputs import InputFiles
 from enginery.core.errors import ArtifactError, EngineryError, OptionError
 from enginery.core.options import options_dict
 from enginery.core.progress import SILENT, Progress
@@ -118,10 +119,14 @@ def run(
     config = _with_resolved_providers(config)
     if not models:
         raise OptionError("no model is given.", do="Name an artifact or an .onnx file.")
-    targets = number_duplicate_names(
-        [Target.open(model, config.graph, allow_failed=config.allow_failed) for model in models]
-    )
-    key = fingerprint(targets, config)
+    read_files = InputFiles()
+    with read_files.recording():
+        targets = number_duplicate_names(
+            [Target.open(model, config.graph, allow_failed=config.allow_failed) for model in models]
+        )
+        for target in targets:
+            target.artifact.check_files()
+        key = fingerprint(targets, config)
     by_name = {target.name: target for target in targets}
     inputs = ImageInputs.open(targets[0], config) if config.images else None
     if inputs:
@@ -171,6 +176,7 @@ def run(
         seconds=round(time.monotonic() - started, 3),
     )
     result = replace(result, advice=advise(result))
+    read_files.check()
     _write(result, targets, out, progress)
     return result
 

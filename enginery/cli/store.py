@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Parameter
@@ -42,7 +43,8 @@ def prune(
 
     The size is that of artifacts and engines together; files that they share count once. What
     killed runs left in the temporary folder, and those of predict beside their outputs, is removed
-    too; the finished parts from which they resume stay. So are logs older than 30 days.
+    too; the finished parts from which they resume stay. So are logs older than 30 days. What
+    enginery did not make is kept, and folders of the store that are links are not followed.
 
     Parameters
     ----------
@@ -67,12 +69,20 @@ def prune(
     console = output.console()
     store, max_size_bytes = Store(), 0 if everything else parse_bytes(max_size)
     before = store.size_bytes()
-    removed = store.prune(max_size_bytes=max_size_bytes)
-    freed = before - store.size_bytes() + remove_leftovers()
-    freed += remove_scratch()
-    console.json({"removed": render.store_json(removed), "freed_bytes": freed})
+    leftovers: list[Path] = []
+    removed = store.prune(max_size_bytes=max_size_bytes, on_removed=leftovers.append)
+    freed = before - store.size_bytes() + remove_leftovers(leftovers.append)
+    freed += remove_scratch(leftovers.append)
+    names = [str(path) for path in leftovers]
+    console.json({"removed": render.store_json(removed), "leftovers": names, "freed_bytes": freed})
     console.table("Removed", render.store_rows(removed))
-    console.line(f"Freed {human_bytes(freed)}." if removed or freed else "Nothing to remove.")
+    for name in names:
+        console.line(f"Removed {name}")
+    for path in store.foreign():
+        console.line(f"Kept {path}, because enginery is not known to have made it.")
+    console.line(
+        f"Freed {human_bytes(freed)}." if removed or freed or leftovers else "Nothing to remove."
+    )
 
 
 @store_app.command(help_epilogue="")

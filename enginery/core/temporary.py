@@ -9,12 +9,17 @@ There are two kinds. What is renamed to its final name at the end lies beside it
 `.tmp-NAME-0123456789ab`. What is thrown away lies in the temporary folder (`TMPDIR`), as
 `enginery-PURPOSE-0123456789ab`.
 
+`locked_beside` locks a file or a directory that is not temporary, for one writer at a time: with
+`.tmp-NAME-lock` beside it, so that it holds for all machines and containers that see the directory.
+
 The kernel releases a lock when its process ends, even by SIGKILL. So what has no lock was left by a
 killed run, and `remove_leftovers` removes it. On file systems without locks nothing is removed.
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import os
 import re
 import shutil
@@ -23,21 +28,27 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from enginery.core.closing import Closeable
-from enginery.core.durable import replace_synced
+from enginery.core.durable import make_directory, replace_synced
 from enginery.core.errors import EngineryError, os_errors_as
+from enginery.core.home import file_lock
 from enginery.core.paths import list_directory
 
 PREFIX = ".tmp-"
 _NO_HANDLE = -1
+_NOT_HELD_SECONDS = 0.2
+"""Time for which a lock may be taken although nobody writes: `remove_leftovers` looks at it."""
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 _MAX_REMOVED = 100
 """Times that a new directory may be gone before it can be opened."""
 _ours: set[Path] = set()
 """What this process uses. Its lock may be missing, if the system could not lock it at that time."""
-_BESIDE = re.compile(r"^\.tmp-(?P<target>.+)-[0-9a-f]{12}$")
+_BESIDE = re.compile(r"^\.tmp-(?P<target>.+)-(?:[0-9a-f]{12}|lock)$")
 _SCRATCH = re.compile(r"^enginery-(?P<target>[a-z-]+)-[0-9a-f]{12}$")
 
 
@@ -77,6 +88,75 @@ def directory_beside(path: Path) -> Iterator[Path]:
         yield scratch.path
 
 
+@contextmanager
+def locked_beside(
+    path: Path, on_wait: Callable[[], object] | None = None, *, create: bool = True
+) -> Iterator[None]:
+    """Let one process at a time write a file or a directory, wherever its ENGINERY_HOME is.
+
+    The lock file is removed at the end. One that a killed process has left is taken over. Paths
+    that lead to the same file through links have the same lock. There is none where the
+    directory cannot be written, because `path` cannot be written either. On a file system without
+    locks it is in ENGINERY_HOME, so that it holds for processes with the same one.
+
+    Args:
+        path: what is written, which need not exist.
+        on_wait: called before waiting for another process; None to raise `Timeout` instead.
+        create: create the parent directory if it does not exist.
+
+    Raises:
+        filelock.Timeout: another process holds the lock, and `on_wait` is None.
+        OSError: the lock file cannot be written.
+    """
+    target = Path(os.path.realpath(path))
+    if create:
+        make_directory(target.parent)
+    if not os.access(target.parent, os.W_OK):
+        yield
+        return
+    file = target.with_name(f"{PREFIX}{target.name}-lock")
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked_file(file, on_wait))
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            with suppress(OSError):
+                file.unlink()
+            digest = hashlib.sha256(os.fsencode(target)).hexdigest()[:16]
+            lock = file_lock(f"beside-{digest}").lock_file
+            stack.enter_context(locked_file(Path(lock), on_wait))
+        else:
+            inode = file.stat().st_ino
+            stack.callback(_remove_lock_file, file, inode)
+        yield
+
+
+def _remove_lock_file(file: Path, inode: int) -> None:
+    """Remove a lock file, unless its directory was replaced and this is another one."""
+    with suppress(OSError):  # its directory is gone; or Windows, which keeps open files
+        if file.stat().st_ino == inode:
+            file.unlink()
+
+
+@contextmanager
+def locked_file(file: Path, on_wait: Callable[[], object] | None = None) -> Iterator[None]:
+    """Hold the lock of a lock file, which stays; see `locked_beside`."""
+    # Another user may take over the file of a killed process.
+    lock = FileLock(file, mode=0o666)
+    try:
+        lock.acquire(timeout=_NOT_HELD_SECONDS)
+    except Timeout:
+        if on_wait is None:
+            raise
+        on_wait()
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Replace a file atomically and durably: readers see the old content or the new one."""
     remove_leftovers(path.parent, path.name)
@@ -90,22 +170,29 @@ def write_atomically(path: Path, content: bytes) -> None:
         replace_synced(scratch.path, path)
 
 
-def remove_leftovers(parent: Path, target: str = "") -> int:
+def remove_leftovers(
+    parent: Path, target: str = "", on_removed: Callable[[Path], object] = lambda _: None
+) -> int:
     """Remove the temporary directories and files in `parent` that no process holds a lock on.
 
     Args:
         parent: directory to look in.
         target: final name of what is removed; empty for any.
+        on_removed: called with each removed path.
 
     Returns:
         The size of what was removed, in bytes.
     """
-    return _remove_unlocked(parent, _BESIDE, target)
+    return _remove_unlocked(parent, _BESIDE, target, on_removed)
 
 
-def remove_scratch() -> int:
-    """Remove what killed runs have left in the temporary folder; return its size in bytes."""
-    return _remove_unlocked(Path(tempfile.gettempdir()), _SCRATCH)
+def remove_scratch(on_removed: Callable[[Path], object] = lambda _: None) -> int:
+    """Remove what killed runs have left in the temporary folder; return its size in bytes.
+
+    Args:
+        on_removed: called with each removed path.
+    """
+    return _remove_unlocked(Path(tempfile.gettempdir()), _SCRATCH, on_removed=on_removed)
 
 
 def new_sibling(path: Path) -> Path:
@@ -127,17 +214,22 @@ def _token() -> str:
     return uuid.uuid4().hex[:12]
 
 
-def _remove_unlocked(parent: Path, pattern: re.Pattern[str], target: str = "") -> int:
+def _remove_unlocked(
+    parent: Path,
+    pattern: re.Pattern[str],
+    target: str = "",
+    on_removed: Callable[[Path], object] = lambda _: None,
+) -> int:
     freed = 0
     with suppress(OSError):  # it cannot be listed: then nothing can be removed either
         for path in list_directory(parent):
             match = pattern.match(path.name)
             if match and target in ("", match["target"]):
-                freed += _remove_if_unlocked(path)
+                freed += _remove_if_unlocked(path, on_removed)
     return freed
 
 
-def _remove_if_unlocked(path: Path) -> int:
+def _remove_if_unlocked(path: Path, on_removed: Callable[[Path], object]) -> int:
     """Remove a directory or a file unless a process holds its lock; return the removed size."""
     if path in _ours:
         return 0
@@ -153,6 +245,7 @@ def _remove_if_unlocked(path: Path) -> int:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink()
+            on_removed(path)
             return size_bytes
         finally:
             os.close(handle)

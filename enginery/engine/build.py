@@ -156,7 +156,10 @@ def _build(
     """Build an engine into the store. `engine.json` is written last."""
     graph, fields = request.graph, request.fingerprint.fields
     shutil.rmtree(out, ignore_errors=True)  # a forced rebuild; `staging` replaces only artifacts
-    with staging(out) as directory, progress.task(f"building an engine of {graph.file}"):
+    with (
+        staging(out, request.fingerprint.inputs) as directory,
+        progress.task(f"building an engine of {graph.file}"),
+    ):
         plan = directory / plan_name(graph.file)
         built = build_plan(
             artifact.path / graph.file,

@@ -9,6 +9,7 @@ from pathlib import Path
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.engine_record import graph_sha256
 from enginery.core.artifact.fingerprint import Fingerprint
+from enginery.core.artifact.inputs import note_input
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import OptionError, ShapeError
 from enginery.core.model.feeds import FeedLimits
@@ -121,6 +122,7 @@ def _profiles(
                 "one of these graphs has the length of a text as a dim.",
                 do="Set the profiles of each graph with --profile.",
             )
+        note_input(Path(config.data).expanduser())  # it is hashed after it was read
         text_profiles, buckets = profiles_from_data(
             artifact,
             graphs[0],

@@ -154,7 +154,8 @@ def run(
     earlier = [
         Engine.open(path) for path in engine_directories(source.path) if path.name not in engines
     ]
-    with staging(out) as directory:
+    key.inputs.check()  # before hard links change the times of its files
+    with staging(out, key.inputs) as directory:
         _copy(source, directory)
         for engine, _ in engines.values():
             place_engine(engine, directory)

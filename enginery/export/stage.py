@@ -20,7 +20,7 @@ from enginery.core.artifact.fingerprint import (
 )
 from enginery.core.artifact.manifest import GraphRecord, Manifest, StageRecord
 from enginery.core.errors import ExportError, OptionError, SourceError, UntrustedModelError
-from enginery.core.home import enginery_home
+from enginery.core.home import store_log
 from enginery.core.model.onnx_structure import read_structure
 from enginery.core.model.source import ModelSource, resolve_source
 from enginery.core.progress import SILENT, Progress
@@ -147,7 +147,7 @@ def run(
     started = time.monotonic()
     key = key or fingerprint(source, config, vocoder)
     resolved = with_opset(source, config)
-    with staging(out) as directory:
+    with staging(out, key.inputs) as directory:
         request = WorkerRequest(
             source.record.kind,
             str(source.path),
@@ -194,7 +194,7 @@ def _run_worker(request: WorkerRequest, name: str, progress: Progress) -> Worker
         result = run_in_subprocess(
             "enginery.export.worker",
             asdict(request),
-            log=enginery_home() / "logs" / f"export-{name}.log",
+            log=store_log(f"export-{name}.log"),
             description=f"exporting {name}",
             error_classes=(ExportError, OptionError, SourceError, UntrustedModelError),
             on_phase=on_phase,

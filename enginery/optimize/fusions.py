@@ -11,7 +11,7 @@ from pathlib import Path
 from enginery.core.artifact.artifact import Artifact, link_or_copy
 from enginery.core.artifact.external_data import load_graph
 from enginery.core.errors import ExportError
-from enginery.core.home import enginery_home
+from enginery.core.home import store_log
 from enginery.core.subprocess import run_in_subprocess
 
 
@@ -33,7 +33,7 @@ def fuse_graphs(artifact: Artifact, level: str, out: Path) -> tuple[list[str], i
         # Optimum deletes `*_data` files beside the graph that it reads.
         link_or_copy(artifact.path / name, source / name, linked=name not in external)
     files = [graph.file for graph in artifact.manifest.graphs]
-    log = enginery_home() / "logs" / f"optimize-{artifact.name}.log"
+    log = store_log(f"optimize-{artifact.name}.log")
     result = run_in_subprocess(
         "enginery.optimize.worker",
         {"model": str(source), "files": files, "level": level, "out": str(fused)},

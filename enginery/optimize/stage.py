@@ -111,7 +111,7 @@ def run(
             do="Optimize the FP32 artifact from which it was made.",
         )
     with (
-        staging(out) as directory,
+        staging(out, key.inputs) as directory,
         temporary_directory("optimize") as scratch,
     ):
         artifact.copy_side_files(directory)

@@ -29,12 +29,14 @@ from typing import Literal
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.fingerprint import (
     Fingerprint,
+    combined_sha256,
     data_content,
     option_fields,
     sha256_of,
     stage_fingerprint,
     stage_tools,
 )
+from enginery.core.artifact.inputs import InputFiles
 from enginery.core.datasets.batches import DatasetReader, ReadOptions
 from enginery.core.datasets.delimited import LineReader
 from enginery.core.datasets.folders import FolderReader
@@ -53,12 +55,18 @@ from enginery.predict.journal import (
     Journal,
     is_complete,
     lock_output,
+    other_files,
     parts_directory,
     remove_parts,
 )
 from enginery.predict.ray.executor import RayPredictor
 from enginery.predict.report import Counts, PredictReport, sidecar
-from enginery.predict.task_inputs import column_names, provider_specs, require_task
+from enginery.predict.task_inputs import (
+    column_names,
+    find_input_problem,
+    provider_specs,
+    require_task,
+)
 from enginery.predict.tensors import NPZ, WrittenTensors, write_tensors
 from enginery.predict.writer import Assembly, output_format
 from enginery.runtime.machine import usable_cores
@@ -75,20 +83,54 @@ take a GPU."""
 
 
 def fingerprint(
-    artifact: Artifact, path: Path, output_format: str, config: PredictConfig
+    artifact: Artifact, path: Path, output: Path, output_format: str, config: PredictConfig
 ) -> Fingerprint:
-    """Compute the fingerprint of an output from its input, artifact, options and tools."""
-    return stage_fingerprint(
-        STAGE,
-        STAGE_VERSION,
-        {
-            "input": data_content(path),
+    """Compute the fingerprint of an output from its input, artifact, options and tools.
+
+    It knows the files, so that a change while they are read is noticed. The output may lie in the
+    folder of the input, which it is then no part of.
+
+    Raises:
+        ArtifactError: a file of the artifact was altered since it was opened.
+        InputError: the table cannot be read for the names of its images or sounds.
+    """
+    with InputFiles().recording():
+        artifact.check_files()
+        inputs = {
+            "input": data_content(path, other_files(path, output)),
             "artifact": artifact.content_sha256(),
             "output_format": output_format,
-        },
-        option_fields(config, providers=format_providers(provider_specs(config))),
-        stage_tools(["tokenizers"]),
-    )
+        }
+        if named := _named_files(artifact, path, output_format, config):
+            inputs["named files"] = named
+        return stage_fingerprint(
+            STAGE,
+            STAGE_VERSION,
+            inputs,
+            option_fields(config, providers=format_providers(provider_specs(config))),
+            stage_tools(["tokenizers"]),
+        )
+
+
+def _named_files(artifact: Artifact, path: Path, output_format: str, config: PredictConfig) -> str:
+    """Return a digest of the images or sounds that a table names; empty if it names none."""
+    options = input_options(config)
+    if output_format == NPZ or detect_format(path, options) in ("images", "audio", "text"):
+        return ""
+    task = require_task(artifact, config)
+    if task.modality == "text":
+        return ""
+    columns = column_names(task, config)
+    digests: dict[str, str] = {}
+    for batch in open_dataset(path, columns, options).read(0):
+        for row, values in enumerate(batch.values):
+            if row in batch.errors or find_input_problem(values, columns) or values[0] in digests:
+                continue
+            try:
+                digests[values[0]] = sha256_of(path.parent / values[0])
+            except (OSError, ValueError):  # a bad row, until somebody adds the file
+                digests[values[0]] = "missing"
+    return combined_sha256(digests)
 
 
 def run(
@@ -136,12 +178,12 @@ def run(
             config = replace(config, format="images")  # of a folder the images, else texts
         if path.resolve() == output.resolve():
             raise InputError(f"output '{output}' is the input, which is never overwritten.")
-        key = fingerprint(artifact, path, kind, config)
+        key = fingerprint(artifact, path, output, kind, config)
         if report := find_finished(output, key, force=force):
             progress.say(f"predict: nothing to do, {output} is up to date")
             remove_parts(output)  # of a run that was killed after it had assembled them
             return report
-        with ExitStack() as joining:
+        with key.inputs.explained(), ExitStack() as joining:
             with ExitStack() as opened:
                 # The session loads while the input is checked.
                 loader = opened.enter_context(ThreadPoolExecutor(1))
@@ -160,11 +202,8 @@ def run(
                 output_columns = predictor.columns(reader.schema, reader.names)
                 journal = Journal.open(output, key, str(output_columns.schema))
                 resumed = journal.counts.rows
-                if journal.damage:
-                    progress.say(
-                        f"predict: {parts_directory(output).name} from an earlier run: "
-                        f"{journal.damage}; its rows are predicted again"
-                    )
+                for note in journal.notes:
+                    progress.say(f"predict: {note}")
                 if resumed:
                     progress.say(f"predict: resuming after {resumed:,} rows from an earlier run")
                 assembly = joining.enter_context(
@@ -175,7 +214,7 @@ def run(
                         own_process=predictor.on_gpu,
                     )
                 )
-                for part in journal.paths():
+                for part in journal.finished():
                     assembly.add(part)
                 if not journal.has_all_rows:
                     # Closed here, not by the garbage collector: the generator holds the workers.
@@ -212,7 +251,7 @@ def run(
                 size_bytes=0,
                 sha256="",
             )
-            return _write_output(report, journal, assembly, output, started)
+            return _write_output(report, journal, assembly, key, started)
 
 
 def _run_tensors(
@@ -238,11 +277,12 @@ def _run_tensors(
         lock_output(output),
         directory_beside(output) as scratch,
     ):
-        key = fingerprint(artifact, source, NPZ, config)
+        key = fingerprint(artifact, source, output, NPZ, config)
         if report := find_finished(output, key, force=force):
             progress.say(f"predict: nothing to do, {output} is up to date")
             return report
-        tensors = write_tensors(artifact, source, scratch, config)
+        with key.inputs.unchanged():
+            tensors = write_tensors(artifact, source, scratch, config)
         report = _tensors_report(artifact, output, tensors, key, started)
         # First the report: without its output, the next run writes both again, and beside an
         # earlier output its digest is another.
@@ -278,11 +318,23 @@ def _write_output(
     report: PredictReport,
     journal: Journal,
     assembly: Assembly,
-    output: Path,
+    key: Fingerprint,
     started: float,
 ) -> PredictReport:
     """Assemble the output, write its report, then remove the parts. Each step is atomic."""
+    output = Path(report.output)
     digest = assembly.finish()
+    if assembly.rows != report.counts.rows:
+        raise InputError(
+            f"output '{output}' would have {assembly.rows:,} rows, expected {report.counts.rows:,} "
+            "as in the journal of its parts.",
+            do=f"Remove {parts_directory(output)}, and run the command again.",
+        )
+    try:
+        key.inputs.check()
+    except InputError:
+        remove_parts(output)  # of many input files, not all were looked at after each part
+        raise
     # The earlier report is removed first, so that it is never beside the new output.
     sidecar(output).unlink(missing_ok=True)
     sync_directory(output.parent)

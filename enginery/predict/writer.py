@@ -5,13 +5,14 @@ r"""Write record batches to parts, and assemble parts to one Parquet, CSV or JSO
 >>> with PartWriter(tmp_path / "part", batch.schema) as part:
 ...     part.write(batch)
 >>> with Assembly(tmp_path, "jsonl", batch.schema) as assembly:
-...     assembly.add(tmp_path / "part")
+...     assembly.add(FinishedPart.of(tmp_path / "part", rows=1))
 ...     digest = assembly.finish()
 ...     assembly.deliver(tmp_path / "out.jsonl")
 >>> (tmp_path / "out.jsonl").read_text()
 '{"text": "It works.", "score": 0.5}\n'
 
-A part is an Arrow IPC stream, which is cheap to write and keeps the types.
+A part is an Arrow IPC stream, which is cheap to write and keeps the types. It is joined only if it
+has the digest and the number of rows that the journal has recorded.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
@@ -96,6 +99,20 @@ class PartWriter(Closeable):
             os.fsync(self._stream.fileno())
 
 
+@dataclass(frozen=True)
+class FinishedPart:
+    """A part that is synced to the disk."""
+
+    path: Path
+    sha256: str
+    rows: int
+
+    @classmethod
+    def of(cls, path: Path, rows: int) -> FinishedPart:
+        """Return the part with its digest."""
+        return cls(path, file_sha256(path), rows)
+
+
 class Assembly(Closeable):
     """Joins finished parts to the output.
 
@@ -118,24 +135,26 @@ class Assembly(Closeable):
         self._open: Callable[[], OutputFile | OutputProcess]
         self._path = directory / ASSEMBLED
         self._open = partial(OutputProcess if own_process else OutputFile, self._path, kind, schema)
-        self._added: SimpleQueue[Path | None] = SimpleQueue()
+        self._added: SimpleQueue[FinishedPart | None] = SimpleQueue()
         self._bytes = 0
+        self.rows = 0
+        """Number of rows of the joined parts."""
         self._thread: threading.Thread | None = None
         self._digest = ""
         self._error: BaseException | None = None
         self._is_closed = False
 
-    def add(self, part: Path) -> None:
+    def add(self, part: FinishedPart) -> None:
         """Append a finished part.
 
         Raises:
             OSError: the output cannot be written.
-            InputError: see `OutputProcess`.
+            InputError: another process has changed a part; see `OutputProcess`, too.
         """
         if self._error is not None:
             raise self._error
         self._added.put(part)
-        self._bytes += part.stat().st_size
+        self._bytes += part.path.stat().st_size
         if self._thread is None and self._bytes >= _BACKGROUND_BYTES:
             self._thread = threading.Thread(target=self._join, name="enginery-assemble")
             self._thread.start()
@@ -145,7 +164,7 @@ class Assembly(Closeable):
 
         Raises:
             OSError: the output cannot be written.
-            InputError: see `OutputProcess`.
+            InputError: another process has changed a part; see `OutputProcess`, too.
         """
         self._added.put(None)
         if self._thread is None:
@@ -173,11 +192,12 @@ class Assembly(Closeable):
             with self._open() as output:
                 for part in self._parts():
                     output.add(part)
+                    self.rows += part.rows
                 self._digest = output.finish()
         except BaseException as error:  # raised by `finish`, or by `add`
             self._error = error
 
-    def _parts(self) -> Iterator[Path]:
+    def _parts(self) -> Iterator[FinishedPart]:
         """Yield the parts as they are added, until the last one."""
         while (part := self._added.get()) is not None and not self._is_closed:
             yield part
@@ -208,23 +228,38 @@ class OutputFile(Closeable):
         if kind == "csv":
             self._stream.write(_csv_header(schema))
 
-    def add(self, part: Path) -> None:
+    def add(self, part: FinishedPart) -> None:
         """Append the rows of a part.
 
         Raises:
             OSError: the file cannot be written.
+            InputError: the part has not the digest or the rows that it had when it was finished.
         """
         import pyarrow as pa
 
-        with part.open("rb") as stream, pa.ipc.open_stream(stream) as batches:
-            for batch in batches:
-                if self._parquet is None:
-                    self._stream.write(self._format(batch))
-                    continue
-                self._group.append(batch)
-                self._group_bytes += batch.nbytes
-                if self._group_bytes >= _GROUP_BYTES:
-                    self._write_group()
+        rows = 0
+        with part.path.open("rb") as file:
+            stream = _HashedReader(file)
+            with suppress(pa.ArrowInvalid), pa.ipc.open_stream(stream) as batches:
+                for batch in batches:
+                    rows += batch.num_rows
+                    self._add_batch(batch)
+            while stream.read(_BUFFER_BYTES):
+                pass
+        if (stream.sha256.hexdigest(), rows) != (part.sha256, part.rows):
+            raise InputError(
+                f"{part.path} was changed by another process before it was joined to the output.",
+                do="Run the command again: the rows of this part are then predicted again.",
+            )
+
+    def _add_batch(self, batch: Any) -> None:
+        if self._parquet is None:
+            self._stream.write(self._format(batch))
+            return
+        self._group.append(batch)
+        self._group_bytes += batch.nbytes
+        if self._group_bytes >= _GROUP_BYTES:
+            self._write_group()
 
     def finish(self) -> str:
         """Write what is left, and sync the file to the disk; return its sha256.
@@ -241,6 +276,9 @@ class OutputFile(Closeable):
 
     def close(self) -> None:
         """Close the file; of Parquet it is complete only after `finish`."""
+        if self._parquet is not None:
+            with suppress(OSError, ValueError):  # pyarrow would write when it is freed
+                self._parquet.close()
         self._file.close()
 
     def _write_group(self) -> None:
@@ -266,13 +304,29 @@ class OutputProcess(WorkerProcess):
             self.close()
             raise
 
-    def add(self, part: Path) -> None:
+    def add(self, part: FinishedPart) -> None:
         """Append the rows of a part."""
-        self.request("add", part=str(part))
+        self.request("add", part=str(part.path), sha256=part.sha256, rows=part.rows)
 
     def finish(self) -> str:
         """Complete the file and return its sha256."""
         return str(self.request("finish")["sha256"])
+
+
+class _HashedReader(io.RawIOBase):
+    """A stream that computes the sha256 of what is read."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self.sha256 = hashlib.sha256()
+        self._stream = stream
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        content = self._stream.read(size)
+        self.sha256.update(content)
+        return content
 
 
 class _HashedStream(io.RawIOBase):

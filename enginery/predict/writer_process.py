@@ -8,7 +8,7 @@ from typing import Any
 
 from enginery.core.errors import InputError, os_errors_as
 from enginery.core.subprocess import serve_requests
-from enginery.predict.writer import OutputFile
+from enginery.predict.writer import FinishedPart, OutputFile
 
 
 class _Assembler:
@@ -30,7 +30,9 @@ class _Assembler:
                 schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(request["schema"])))
                 self._output = OutputFile(Path(request["path"]), request["kind"], schema)
             elif request["do"] == "add":
-                self._output.add(Path(request["part"]))
+                self._output.add(
+                    FinishedPart(Path(request["part"]), request["sha256"], request["rows"])
+                )
             else:
                 return {"sha256": self._output.finish()}
         return {}

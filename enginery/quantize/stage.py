@@ -187,7 +187,7 @@ def run(
     source.require_passed(allow_failed=config.allow_failed)
     require_quantizable(source, config)
     key = key or fingerprint(source, config, data)
-    with staging(out) as directory:
+    with staging(out, key.inputs) as directory:
         source.copy_side_files(directory)
         (directory / REPORTS).mkdir()
         with temporary_directory("quantize") as scratch:

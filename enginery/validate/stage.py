@@ -31,6 +31,7 @@ from enginery.core.artifact.fingerprint import (
     stage_fingerprint,
     stage_tools,
 )
+from enginery.core.artifact.inputs import InputFiles
 from enginery.core.artifact.manifest import GraphRecord, Verdict
 from enginery.core.datasets.labels import require_classifier
 from enginery.core.errors import (
@@ -191,11 +192,25 @@ def run(
         ProviderError: the provider is not available, or cannot load the graph.
         ShapeError: a profile does not fit.
         InputError: the data cannot be read, or no graph takes them.
-        ArtifactError: the graphs do not have the precision that the manifest declares.
+        ArtifactError: the graphs do not have the precision that the manifest declares, or a file
+            was altered.
     """
+    inputs = InputFiles()
+    with inputs.unchanged():
+        with inputs.recording():
+            artifact.check_files()
+            key = fingerprint(artifact, config)
+        report, longest = _compare(artifact, config, inputs, progress)
+    _save_verdict(artifact, key, report, longest)
+    return report
+
+
+def _compare(
+    artifact: Artifact, config: ValidateConfig, read_files: InputFiles, progress: Progress
+) -> tuple[ValidationReport, int | None]:
+    """Return the report, and the longest input that was compared."""
     started = time.monotonic()
     check_declared_precision(artifact)
-    key = fingerprint(artifact, config)
     # Checked first: providers that cannot be used would make a run of PyTorch useless.
     reached = reachable_profiles(
         artifact, providers_of(config), allow_fallback=config.allow_fallback
@@ -205,7 +220,8 @@ def run(
     limits = ComparisonLimits.of(artifact, config).where(chosen)
     if config.label_column:
         require_classifier(artifact, config.data, config.label_column)
-    reference = Reference.of(artifact, config).with_noise(limits.tolerance.precision)
+    with read_files.recording():
+        reference = Reference.of(artifact, config).with_noise(limits.tolerance.precision)
     feed_limits = FeedLimits.from_artifact(artifact)
     check_data_usable(artifact, config)
     manifest = artifact.manifest
@@ -299,9 +315,7 @@ def run(
         tools=stage_tools(TOOLS),
         seconds=round(time.monotonic() - started, 3),
     )
-    report = replace(report, summary=summarize(report))
-    _save_verdict(artifact, key, report, longest)
-    return report
+    return replace(report, summary=summarize(report)), longest
 
 
 def _excuse_weights(

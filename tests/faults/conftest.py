@@ -100,14 +100,17 @@ class Sandbox:
     def names(self) -> set[str]:
         """Return the paths of all files and directories.
 
-        Without locks, which hold nothing, verdicts, whose names depend on the time, and graphs that
-        are optimized for this processor, which are made when there is time.
+        Without locks, which hold nothing, verdicts, whose names depend on the time, graphs that
+        are optimized for this processor, which are made when there is time, and the list of what
+        was made, which has them.
         """
         found = {path.relative_to(self.root).as_posix() for path in self.root.rglob("*")}
         return {
             name
             for name in found
-            if not name.startswith(("home/locks", "home/verdicts/", "home/graphs"))
+            if not name.startswith(
+                ("home/locks", "home/verdicts/", "home/graphs", "home/.made-by-enginery")
+            )
             or ".tmp-" in name
         }
 

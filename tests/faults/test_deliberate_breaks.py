@@ -97,9 +97,8 @@ BREAKS = [
     Break(
         "an output is not synced before its rename",
         "predict/writer.py",
-        "                stream.flush()\n                os.fsync(stream.fileno())\n"
-        "            self._digest",
-        "                stream.flush()\n            self._digest",
+        "        self._file.flush()\n        os.fsync(self._file.fileno())\n",
+        "        self._file.flush()\n",
         POWER,
         "every_moment and predict",
     ),
@@ -163,8 +162,8 @@ BREAKS = [
     Break(
         "two processes may write the same output",
         "predict/journal.py",
-        "        lock.acquire()\n",
-        "        pass\n",
+        "            stack.enter_context(locked_beside(output))\n",
+        "            pass\n",
         "tests/predict",
         "another_process or no_run_can_resume_from",
     ),
@@ -205,8 +204,9 @@ BREAKS = [
     Break(
         "an error of the disk is no EngineryError",
         "core/artifact/artifact.py",
-        'with os_errors_as(ArtifactError, f"{self.path} cannot be written"), self._lock():',
-        "with self._lock():",
+        '            os_errors_as(ArtifactError, f"{self.path} cannot be written"),\n'
+        "            locked_beside(",
+        "            locked_beside(",
         OPERATIONS,
         "every_operation and annotate and once",
     ),

@@ -15,15 +15,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from enginery.cli import main
+from enginery.core.artifact.fingerprint import Fingerprint
 from enginery.core.errors import InputError
 from enginery.core.home import enginery_home
 from enginery.core.progress import Silent
 from enginery.predict import stage, writer
 from enginery.predict.config import PredictConfig
-from enginery.predict.journal import Journal, lock_output, remove_leftovers
+from enginery.predict.journal import Journal, lock_output, parts_directory, remove_leftovers
 from enginery.predict.stage import run
 from enginery.predict.token_batches import WindowRunner
-from enginery.predict.writer import Assembly, PartWriter
+from enginery.predict.writer import Assembly, FinishedPart, PartWriter
 
 ROWS = 200
 _PROGRAM = """
@@ -172,13 +173,14 @@ LINE = pa.schema([("text", pa.string())])
 
 
 def write_part(path, *texts):
-    """Write a part with these texts."""
+    """Write a part with these texts, and return it."""
     with PartWriter(path, LINE) as part:
         part.write(pa.record_batch([list(texts)], schema=LINE))
+    return FinishedPart.of(path, len(texts))
 
 
 def test_failed_assembly_keeps_the_old_output(tmp_path, monkeypatch):
-    write_part(tmp_path / "part", "a")
+    part = write_part(tmp_path / "part", "a")
     (tmp_path / "out.jsonl").write_bytes(b"old\n")
 
     def full(*_):
@@ -186,7 +188,7 @@ def test_failed_assembly_keeps_the_old_output(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     with Assembly(tmp_path, "jsonl", LINE) as assembly:
-        assembly.add(tmp_path / "part")
+        assembly.add(part)
         with pytest.raises(OSError, match="No space left on device"):
             assembly.finish()
     assert (tmp_path / "out.jsonl").read_bytes() == b"old\n"
@@ -195,11 +197,11 @@ def test_failed_assembly_keeps_the_old_output(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("own_process", [False, True])
 def test_output_is_replaced_atomically(tmp_path, own_process):
-    write_part(tmp_path / "part", "new")
+    part = write_part(tmp_path / "part", "new")
     (tmp_path / "out.jsonl").write_bytes(b"old\n")
     with (tmp_path / "out.jsonl").open("rb") as reader:
         assembly = Assembly(tmp_path, "jsonl", LINE, own_process=own_process)
-        assembly.add(tmp_path / "part")
+        assembly.add(part)
         assert assembly.finish() == hashlib.sha256(b'{"text": "new"}\n').hexdigest()
         assembly.deliver(tmp_path / "out.jsonl")
         assert reader.read() == b"old\n"
@@ -231,7 +233,8 @@ def test_run_killed_while_assembling_leaves_only_its_parts(
 ):
     artifact = tiny("bert", "text-classification")
     kill_while_assembling(predict, monkeypatch, artifact, data)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.csv", "out.parquet.parts"]
+    left = [".tmp-out.parquet-lock", "in.csv", "out.parquet.parts"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
     assert (tmp_path / "out.parquet.parts" / "assembled").exists()
     assert predict(artifact, data).resumed_rows == ROWS
     assert len(rows()) == ROWS
@@ -325,7 +328,7 @@ def test_parts_of_a_large_output_are_joined_while_others_are_written(tmp_path, m
                 path = tmp_path / f"part-{number}"
                 with PartWriter(path, schema) as part:
                     part.write(batch)
-                assembly.add(path)
+                assembly.add(FinishedPart.of(path, batch.num_rows))
             threads = {thread.name for thread in threading.enumerate()}
             assert ("enginery-assemble" in threads) == (threshold == 0)
             digest = assembly.finish()
@@ -338,16 +341,16 @@ def test_parts_of_a_large_output_are_joined_while_others_are_written(tmp_path, m
 
 def test_run_that_fails_leaves_no_thread_that_joins_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "_BACKGROUND_BYTES", 0)
-    write_part(tmp_path / "part", "a")
+    part = write_part(tmp_path / "part", "a")
     with Assembly(tmp_path, "jsonl", LINE) as assembly:
-        assembly.add(tmp_path / "part")
+        assembly.add(part)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["part"]
     assert not [t for t in threading.enumerate() if t.name == "enginery-assemble"]
 
 
 def test_failure_of_the_thread_that_joins_parts_ends_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "_BACKGROUND_BYTES", 0)
-    write_part(tmp_path / "part", "a")
+    part = write_part(tmp_path / "part", "a")
 
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -355,25 +358,25 @@ def test_failure_of_the_thread_that_joins_parts_ends_the_run(tmp_path, monkeypat
     monkeypatch.setattr(os, "fsync", full)
     monkeypatch.setattr(writer, "_SYNCED_BYTES", 1)
     with Assembly(tmp_path, "jsonl", LINE) as assembly:
-        assembly.add(tmp_path / "part")
+        assembly.add(part)
         assembly._thread.join(30)
         with pytest.raises(OSError, match="No space left on device"):
-            assembly.add(tmp_path / "part")
+            assembly.add(part)
 
 
 def test_errors_of_the_process_that_writes_are_reported(tmp_path):
-    write_part(tmp_path / "part", "a")
+    part = write_part(tmp_path / "part", "a")
     with Assembly(tmp_path / "gone", "jsonl", LINE, own_process=True) as assembly:
-        assembly.add(tmp_path / "part")
+        assembly.add(part)
         with pytest.raises(InputError, match="the output cannot be written: No such file"):
             assembly.finish()
 
 
 def test_process_that_writes_is_killed(tmp_path):
-    write_part(tmp_path / "part", "a")
+    part = write_part(tmp_path / "part", "a")
     process = writer.OutputProcess(tmp_path / "assembled", "jsonl", LINE)
     with process:
-        process.add(tmp_path / "part")
+        process.add(part)
         process._process.kill()
         with pytest.raises(InputError, match=r"writing .*assembled: the process was killed"):
             process.finish()
@@ -435,3 +438,91 @@ def test_parts_on_a_gpu_are_larger(predict, tmp_path, tiny, data, monkeypatch):
     predict(artifact, data, "gpu.jsonl")  # a process of its own writes it
     assert sizes == [4096, 65_536]
     assert len((tmp_path / "gpu.jsonl").read_text().splitlines()) == ROWS
+
+
+def test_notes_and_parts_of_others_are_kept(predict, tmp_path, tiny, data, monkeypatch):
+    notes = enginery_home() / "predict"
+    notes.mkdir(parents=True)
+    (notes / "table.csv").write_text("mine")
+    artifact = tiny("bert", "text-classification")
+    stop_after(predict, monkeypatch, artifact, data, 2)
+    parts = tmp_path / "out.parquet.parts"
+    (parts / "part-list.txt").write_text("mine")
+    remove_leftovers()
+    with pytest.raises(InputError, match=r"contains part-list\.txt, expected only parts"):
+        predict(artifact, data)
+    assert (parts / "part-list.txt").read_text() == "mine"
+    assert (notes / "table.csv").read_text() == "mine"
+    (parts / "part-list.txt").unlink()
+    assert predict(artifact, data).resumed_rows == 32
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda lines: lines, ""),
+        (lambda lines: [lines[0].replace(b"key", b"kex"), *lines[1:]], "damaged in line 1"),
+        (lambda lines: [], "missing or damaged in line 1"),
+        (lambda lines: [b'{"key": "k", "schema": "s", "parts": "arrow"}\n'], "another version of"),
+        (lambda lines: [*lines[:2], lines[2].replace(b'"rows": 16', b'"rows": 61')], "in line 3"),
+        (lambda lines: [*lines[:2], *lines[3:]], "journal.jsonl is damaged in line 3"),
+    ],
+)
+def test_what_is_not_used_of_an_earlier_run_is_said(
+    rows, predict, tmp_path, tiny, data, monkeypatch, change, reason
+):
+    artifact = tiny("bert", "text-classification")
+    stop_after(predict, monkeypatch, artifact, data, 4)
+    journal = tmp_path / "out.parquet.parts" / "journal.jsonl"
+    journal.write_bytes(b"".join(change(journal.read_bytes().splitlines(keepends=True))))
+    notes = Journal.open(tmp_path / "out.parquet", *opened_with(journal)).notes
+    assert reason in "".join(notes)
+    assert len(notes) == bool(reason)
+    assert predict(artifact, data, window=8).counts.rows == ROWS
+    assert [row["id"] for row in rows()] == [str(n) for n in range(ROWS)]
+
+
+def test_removed_parts_of_another_run_are_said(predict, tmp_path, tiny, data, monkeypatch):
+    stop_after(predict, monkeypatch, tiny("bert", "text-classification"), data, 4)
+    output = tmp_path / "out.parquet"
+    key, schema = opened_with(tmp_path / "out.parquet.parts" / "journal.jsonl")
+    other = Fingerprint("predict", {**key.fields, "top_k": "2"})
+    (note,) = Journal.open(output, other, schema).notes
+    assert "are removed, because they were made from something else: top_k: 1 → 2" in note
+    assert Journal.open(output, other, schema).notes == []
+
+
+def opened_with(journal):
+    """Return the key and the schema of the run that wrote a journal, whatever it has become."""
+    return KEYS[journal]
+
+
+KEYS = {}
+
+
+@pytest.fixture(autouse=True)
+def keys(monkeypatch):
+    """Remember what journals are opened with."""
+    real = Journal.open.__func__
+
+    def noting(cls, output, fingerprint, schema):
+        KEYS[parts_directory(output) / "journal.jsonl"] = (fingerprint, schema)
+        return real(cls, output, fingerprint, schema)
+
+    monkeypatch.setattr(Journal, "open", classmethod(noting))
+
+
+def test_part_that_another_process_changes_is_not_joined(tmp_path):
+    part = write_part(tmp_path / "part", "a", "b")
+    for kind in ("csv", "jsonl", "parquet"):
+        for content in (b"", part.path.read_bytes()[:-9] + b"123456789"):
+            (tmp_path / "changed").write_bytes(content)
+            changed = FinishedPart(tmp_path / "changed", part.sha256, 2)
+            with Assembly(tmp_path, kind, LINE) as assembly:
+                assembly.add(changed)
+                with pytest.raises(InputError, match="changed was changed by another process"):
+                    assembly.finish()
+    with Assembly(tmp_path, "csv", LINE) as assembly:
+        assembly.add(FinishedPart(part.path, part.sha256, 3))
+        with pytest.raises(InputError, match="was changed by another process"):
+            assembly.finish()

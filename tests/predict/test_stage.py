@@ -464,3 +464,90 @@ def test_token_offsets_are_computed_only_for_spans(predict, tiny, reviews, monke
     assert not quick
     predict(tiny("bert", "text-classification"), reviews, "labels.jsonl")
     assert quick
+
+
+def save_photo(path, shade):
+    from PIL import Image
+
+    Image.new("RGB", (40, 30), (shade, 20, 90)).save(path)
+
+
+def test_output_may_lie_in_the_folder_of_its_input(predict, tmp_path, tiny):
+    for number, name in enumerate("ab"):
+        save_photo(tmp_path / f"{name}.png", number * 50)
+    model = tiny("vit", "image-classification")
+    assert predict(model, tmp_path).counts.rows == 2
+    assert not predict(model, tmp_path).worked  # it is no part of its own input
+    save_photo(tmp_path / "c.png", 200)
+    with pytest.raises(InputError, match="was made from something else: input"):
+        predict(model, tmp_path)
+
+
+def test_pictures_that_a_table_names_are_part_of_the_input(predict, tmp_path, tiny):
+    for number, name in enumerate("ab"):
+        save_photo(tmp_path / f"{name}.png", number * 50)
+    table = tmp_path / "photos.csv"
+    table.write_text("text,price\na.png,1\nb.png,2\nb.png,3\nmissing.png,4\n")
+    model = tiny("vit", "image-classification")
+    assert predict(model, table).bad_rows == 1
+    assert not predict(model, table).worked
+    for change in (
+        lambda: save_photo(tmp_path / "b.png", 99),
+        lambda: save_photo(tmp_path / "missing.png", 99),
+        (tmp_path / "a.png").unlink,
+    ):
+        change()
+        with pytest.raises(InputError, match="was made from something else: named files"):
+            predict(model, table)
+        predict(model, table, force=True)
+        assert not predict(model, table).worked
+
+
+def test_picture_that_is_replaced_during_the_run_is_named(predict, tmp_path, tiny, monkeypatch):
+    save_photo(tmp_path / "a.png", 50)
+    table = tmp_path / "photos.csv"
+    table.write_text("text\na.png\n")
+    stream = batch_predictor.BatchPredictor.stream
+
+    def replacing(*arguments, **options):
+        save_photo(tmp_path / "a.png", 99)
+        return stream(*arguments, **options)
+
+    monkeypatch.setattr(batch_predictor.BatchPredictor, "stream", replacing)
+    with pytest.raises(InputError, match=r"a\.png changed while it was read"):
+        predict(tiny("vit", "image-classification"), table)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == [
+        "a.png",
+        "photos.csv",
+    ]
+
+
+@pytest.mark.parametrize("name", ["reviews.csv", "model/model.onnx", "model/tokenizer.json"])
+def test_input_that_changes_during_the_run_leaves_no_part(
+    predict, tmp_path, tiny, reviews, monkeypatch, name
+):
+    shutil.copytree(tiny("bert", "text-classification").path, tmp_path / "model")
+    stream = batch_predictor.BatchPredictor.stream
+
+    def growing(*arguments, **options):
+        with (tmp_path / name).open("a") as file:
+            file.write("41,one more\n")
+        return stream(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(batch_predictor.BatchPredictor, "stream", growing)
+        with pytest.raises(InputError, match=f"{name} changed while it was read. Run the command"):
+            predict(Artifact.open(tmp_path / "model"), reviews, part_rows=8)
+    assert not (tmp_path / "out.parquet").exists()
+    if name == "reviews.csv":
+        assert predict(Artifact.open(tmp_path / "model"), reviews).counts.rows == 41
+
+
+def test_output_is_locked_for_other_homes_and_other_paths(
+    predict, tmp_path, classifier, reviews, monkeypatch
+):
+    (tmp_path / "link").symlink_to(tmp_path)
+    with stage.lock_output(tmp_path / "out.parquet"):
+        monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "other"))
+        with pytest.raises(InputError, match="being written by another process"):
+            predict(classifier, reviews, "link/out.parquet")

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from filelock import FileLock
 from pydantic import ValidationError
 
 from enginery.core.artifact.fingerprint import combined_sha256, sha256_of
@@ -39,10 +38,9 @@ from enginery.core.artifact.staging import (
 )
 from enginery.core.durable import make_directory
 from enginery.core.errors import ArtifactError, RejectedArtifactError, os_errors_as
-from enginery.core.home import file_lock
 from enginery.core.json_file import first_problem, parse_json, read_document, verify_checksum
 from enginery.core.paths import list_tree, resolve_inside
-from enginery.core.temporary import write_atomically
+from enginery.core.temporary import locked_beside, write_atomically
 
 __all__ = [
     "MANIFEST",
@@ -169,9 +167,10 @@ class Artifact:
     ) -> Artifact:
         """Add a verdict, its report and other reports in place, and record their hashes.
 
-        An earlier verdict of the same stage is replaced. A lock lets one process write at a time,
-        so concurrent additions are kept. A process that is killed while writing leaves the earlier
-        verdict, and the report that it was writing is no longer recorded.
+        An earlier verdict of the same stage is replaced. A lock in the artifact lets one process
+        write at a time, whatever its ENGINERY_HOME is, so concurrent additions are kept. A process
+        that is killed while writing leaves the earlier verdict, and the report that it was writing
+        is no longer recorded.
 
         Args:
             verdict: verdict of a checking stage.
@@ -180,16 +179,22 @@ class Artifact:
             removed: names of reports to remove; missing ones are ignored.
 
         Raises:
-            ArtifactError: the artifact is missing, its manifest is damaged, or the path of a report
-                contains a symbolic link.
-            EngineryError: the store, which holds the lock, cannot be written.
+            ArtifactError: the artifact is missing, was replaced by another one or cannot be
+                written, its manifest is damaged, or the path of a report contains a symbolic link.
         """
         contents = dict(reports or {})
         if verdict and report is not None:
             contents[verdict.report] = report
         paths = {name: self._inside(name) for name in (*contents, *removed)}
-        with os_errors_as(ArtifactError, f"{self.path} cannot be written"), self._lock():
+        with (
+            os_errors_as(ArtifactError, f"{self.path} cannot be written"),
+            locked_beside(self.path / MANIFEST, lambda: None, create=False),
+        ):
             current = _read_manifest(self.path)
+            if Artifact(self.path, current).content_sha256() != self.content_sha256():
+                raise ArtifactError(
+                    f"{self.path} was replaced by another artifact.", do="Run the command again."
+                )
             records = {n: record for n, record in current.reports.items() if n not in paths}
             # Remove the records first: a report with an outdated record would look damaged.
             if records != current.reports:
@@ -254,21 +259,26 @@ class Artifact:
         with staging(out) as directory:
             for name in self.manifest.files:
                 link_or_copy(self._inside(name), directory / name, linked=name not in external)
-            with self._lock():
+            for _ in range(_OPEN_ATTEMPTS):
                 current = _read_manifest(self.path)
                 for name in (*current.reports, CARD, LISTING):
                     if (source := self._inside(name)).is_file():
                         copy_file(source, directory / name)
+                if _read_manifest(self.path) == current:
+                    break  # else another process may have written a report meanwhile
             (directory / MANIFEST).write_bytes(current.to_bytes())
         return Artifact(out, current)
 
-    def _lock(self) -> FileLock:
-        """Return the lock for writing reports and verdicts, not acquired yet.
+    def check_files(self) -> None:
+        """Check the model's files again, as `open` does.
 
-        The lock file is in the store, because an artifact may hold only recorded files.
+        A stage does so before it computes its key, which has their digests from the manifest.
+
+        Raises:
+            ArtifactError: a file is missing or was altered since the artifact was opened.
         """
-        path_sha256 = hashlib.sha256(os.fsencode(self.path.resolve())).hexdigest()
-        return file_lock(f"annotate-{path_sha256[:16]}")
+        for name, record in self.manifest.files.items():
+            _check_file(self.path, name, record, verify=False)
 
     def external_data(self) -> set[str]:
         """Return the names of all external data files."""

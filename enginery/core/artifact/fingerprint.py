@@ -15,14 +15,21 @@ import json
 import re
 import sqlite3
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from enginery.core.artifact.inputs import (
+    InputFiles,
+    note_digest,
+    note_input,
+    note_listing,
+    recorded_inputs,
+)
 from enginery.core.home import enginery_home
 from enginery.core.json_file import require_regular_file
 from enginery.core.onnxruntime_builds import installed_onnxruntimes
@@ -41,6 +48,8 @@ class Fingerprint:
 
     stage: str
     fields: dict[str, str]
+    inputs: InputFiles = field(default_factory=recorded_inputs, compare=False, repr=False)
+    """The files that the fields were computed from, if they were recorded."""
 
     @cached_property
     def key(self) -> str:
@@ -106,10 +115,11 @@ def option_fields(options: Any, **contents: str) -> dict[str, str]:
     return fields
 
 
-def data_content(name: str | Path) -> str:
+def data_content(name: str | Path, is_counted: Callable[[str], bool] = lambda _: True) -> str:
     """Return the kind and the digest of a data file or a folder; `none` for an empty name.
 
-    The suffix of a file's name is its kind: it decides how the file is read.
+    The suffix of a file's name is its kind: it decides how the file is read. Of a folder, the files
+    count whose path below it `is_counted` accepts.
 
     >>> _ = (tmp_path / "reviews.csv").write_text("text")
     >>> data_content(tmp_path / "reviews.csv")[:16]
@@ -119,7 +129,7 @@ def data_content(name: str | Path) -> str:
         return "none"
     path = Path(name).expanduser()
     kind = "folder" if path.is_dir() else path.suffix.lower().removeprefix(".") or "file"
-    return f"{kind} {data_sha256(path)}"
+    return f"{kind} {data_sha256(path, is_counted)}"
 
 
 def tool_versions(packages: Iterable[str]) -> dict[str, str]:
@@ -158,13 +168,15 @@ def sha256_of(path: Path, *, trust_stat: bool = True) -> str:
         OSError: the file cannot be read, or is not a regular file.
     """
     require_regular_file(path)
+    note_input(path)  # before its state counts as known
     name, stat = str(path.resolve()), _settled_stat(path)
     select = "select sha256 from file_hashes where path=? and stat=?"
-    if trust_stat and (cached := _query_cache(select, name, stat)):
-        return cached
-    with path.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    _query_cache("insert or replace into file_hashes values (?, ?, ?)", name, stat, digest)
+    digest = _query_cache(select, name, stat) if trust_stat else None
+    if digest is None:
+        with path.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        _query_cache("insert or replace into file_hashes values (?, ?, ?)", name, stat, digest)
+    note_digest(path, digest)
     return digest
 
 
@@ -177,12 +189,20 @@ def _settled_stat(path: Path) -> str:
     return f"{stat.st_size} {stat.st_ino} {stat.st_mtime_ns} {stat.st_ctime_ns}"
 
 
-def data_sha256(data: Path) -> str:
-    """Return one digest of a data file, or of the names and contents of all files in a folder."""
-    files = sorted(path for path in list_tree(data) if path.is_file()) if data.is_dir() else [data]
-    return combined_sha256(
-        {str(path.relative_to(data)): sha256_of(path) for path in files if path.is_file()}
-    )
+def data_sha256(data: Path, is_counted: Callable[[str], bool] = lambda _: True) -> str:
+    """Return one digest of a data file, or of the names and contents of all files in a folder.
+
+    Of a folder, the files count whose path below it `is_counted` accepts.
+    """
+    if not data.is_dir():
+        return combined_sha256({".": sha256_of(data)} if data.is_file() else {})
+
+    def list_names() -> list[str]:
+        names = (str(path.relative_to(data)) for path in list_tree(data) if path.is_file())
+        return sorted(filter(is_counted, names))
+
+    note_listing(data, list_names)
+    return combined_sha256({name: sha256_of(data / name) for name in list_names()})
 
 
 def combined_sha256(files: Mapping[str, str]) -> str:

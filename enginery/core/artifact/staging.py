@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from enginery.core.artifact.inputs import InputFiles
 from enginery.core.durable import make_directory, sync_directory, sync_tree
 from enginery.core.errors import ArtifactError, os_errors_as
 from enginery.core.json_file import load_json, parse_json, read_document
@@ -37,26 +38,47 @@ _AT_FDCWD = -100
 
 
 @contextmanager
-def staging(out: Path) -> Iterator[Path]:
+def staging(out: Path, inputs: InputFiles | None = None) -> Iterator[Path]:
     """Yield an empty directory that is renamed to `out` at the end of the block.
 
     If the block raises, or the process is killed, nothing is left that looks finished. If `out` is
     a symbolic link, the directory that it points to is replaced and the link stays.
 
+    Args:
+        out: the final path.
+        inputs: what the directory is made from; it must be the same at the end of the block.
+
     Raises:
         ArtifactError: `out` exists and is not an artifact (it is never overwritten then), or its
-            parent cannot be written.
+            parent cannot be written, or was removed meanwhile.
+        InputError: an input was changed, replaced or removed while it was read.
     """
+    inputs = inputs or InputFiles()
     with os_errors_as(ArtifactError, f"{out} cannot be written", do="Choose another --out."):
         check_overwritable(out)
         out = out.resolve()
         make_directory(out.parent)
         with directory_beside(out) as directory:
-            yield directory
+            with _still_there(directory), inputs.unchanged():
+                yield directory
             sync_tree(directory)
             old = new_sibling(out)
             replace_directory(directory, out, old=old)
             shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def _still_there(directory: Path) -> Iterator[None]:
+    """Raise ArtifactError for an error of the block if somebody removed the directory meanwhile."""
+    try:
+        yield
+    except Exception as error:
+        if directory.is_dir():
+            raise
+        raise ArtifactError(
+            f"{directory.parent} was removed while the artifact was written into it.",
+            do="Run the command again.",
+        ) from error
 
 
 def check_overwritable(out: Path) -> None:

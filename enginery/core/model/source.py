@@ -18,6 +18,7 @@ from typing import Any
 
 from enginery.core.artifact.external_data import external_data_files
 from enginery.core.artifact.fingerprint import combined_sha256, sha256_of
+from enginery.core.artifact.inputs import note_listing
 from enginery.core.artifact.manifest import SourceRecord
 from enginery.core.errors import SourceError
 from enginery.core.json_file import read_json
@@ -158,14 +159,17 @@ def _package_directory(model: str) -> Path:
 
 def _from_directory(kind: Any, model: str, path: Path, allow_pickle: bool) -> ModelSource:
     weights = find_local_weights(model, path, allow_pickle=allow_pickle)
-    names = [
-        p.relative_to(path).as_posix()
-        for p in list_tree(path)
-        if p.is_file() and p.suffix in _SIDE_FILES and ".git" not in p.relative_to(path).parts
-    ]
-    inside = [p.relative_to(path).as_posix() for p in list_tree(path) if p.is_file()]
-    modules = find_module_weights(model, inside, allow_pickle=allow_pickle)
-    files = {name: sha256_of(path / name) for name in sorted({*names, *weights.files, *modules})}
+
+    def list_names() -> set[str]:
+        """Return the names of the files that count."""
+        paths = [p.relative_to(path) for p in list_tree(path) if p.is_file()]
+        names = [p.as_posix() for p in paths]
+        side = [p.as_posix() for p in paths if p.suffix in _SIDE_FILES and ".git" not in p.parts]
+        modules = find_module_weights(model, names, allow_pickle=allow_pickle)
+        return {*side, *find_local_weights(model, path, allow_pickle=allow_pickle).files, *modules}
+
+    note_listing(path, list_names)
+    files = {name: sha256_of(path / name) for name in sorted(list_names())}
     record = SourceRecord(
         kind=kind, id=model, revision="", sha256=combined_sha256(files), files=files
     )

@@ -85,6 +85,8 @@ class StoreEntry:
     """Size of each file, in bytes."""
     used: float
     """Time of the last use, in seconds since the epoch."""
+    is_own: bool = True
+    """False for a directory that the store is not known to have made."""
 
     @property
     def size_bytes(self) -> int:

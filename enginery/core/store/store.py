@@ -14,17 +14,18 @@ import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from filelock import Timeout
 
 from enginery.core.artifact.fingerprint import Fingerprint
 from enginery.core.artifact.manifest import REPORTS
 from enginery.core.errors import ArtifactError, EngineryError, os_errors_as
-from enginery.core.home import REMEDY, enginery_home, file_lock
+from enginery.core.home import REMEDY, enginery_home, file_lock, names_made, note_made
 from enginery.core.paths import list_directory, list_tree
 from enginery.core.progress import SILENT, Progress
 from enginery.core.store.entries import (
@@ -32,13 +33,12 @@ from enginery.core.store.entries import (
     ENGINES,
     ENTRY_TYPES,
     GRAPHS,
-    AnyEntryType,
     Content,
     EntryType,
     Inode,
     StoreEntry,
 )
-from enginery.core.temporary import remove_leftovers
+from enginery.core.temporary import final_name, remove_leftovers
 
 __all__ = ["ARTIFACTS", "ENGINES", "GRAPHS", "EntryType", "Store", "StoreEntry"]
 
@@ -46,6 +46,8 @@ _KEY_DIGITS = 16
 _MAX_AGE_SECONDS = 30 * 24 * 3600
 _FILES_BY_AGE = {"logs": 100_000_000, "pulls": 10_000_000_000}
 """Folders of files that `prune` removes by age -> the size that stays at most, in bytes."""
+_ENTRY_NAME = re.compile(rf"[a-z][a-z-]*-.+-[0-9a-f]{{{_KEY_DIGITS}}}")
+"""The form of an entry's name: stage, readable name, key."""
 _NAME_LENGTH = 64  # file systems allow 255 with the stage, the key and a staging prefix
 
 
@@ -120,15 +122,27 @@ class Store:
                     reason = self._reason(kind, fingerprint, path, force=force)
                     progress.say(f"{fingerprint.stage}: {reason}")
                     _remove_damaged(path, kind)
+                    note_made(path, self.home)
                     return build(path), True
         progress.say(f"{fingerprint.stage}: nothing to do, {path.name} is up to date")
         return content, False
 
     def entries(self) -> list[StoreEntry]:
-        """Return all entries, the most recently used first."""
+        """Return all entries, the most recently used first.
+
+        Directories that the store did not make are left out.
+        """
+        return [entry for entry in self._read_entries() if entry.is_own]
+
+    def foreign(self) -> list[Path]:
+        """Return the directories beside the entries that the store is not known to have made."""
+        return sorted(entry.path for entry in self._read_entries() if not entry.is_own)
+
+    def _read_entries(self) -> list[StoreEntry]:
         with self._errors():
+            names = names_made(self.home)
             read_entries = [
-                _entry(path, kind)
+                _entry(path, kind, is_listed=f"{kind.folder}/{path.name}" in names)
                 for kind in ENTRY_TYPES
                 for path in _directories(self.home / kind.folder)
             ]
@@ -141,16 +155,22 @@ class Store:
         with self._errors():
             return sum({i: size for root in roots for i, size in _files(root).items()}.values())
 
-    def prune(self, *, max_size_bytes: int = 0) -> list[StoreEntry]:
+    def prune(
+        self, *, max_size_bytes: int = 0, on_removed: Callable[[Path], object] = lambda _: None
+    ) -> list[StoreEntry]:
         """Remove damaged entries and leftovers, then the least recently used; return the removed.
 
         Entries that another process is building are kept. Old logs and downloads are removed, too.
+        What the store did not make is kept, and so is what is behind a link.
 
         Args:
             max_size_bytes: size of the store afterwards, at most; 0 empties it.
+            on_removed: called with each other file or directory that is removed.
         """
         removed = []
-        entries = self.entries()
+        roots = {kind.folder: self.home / kind.folder for kind in ENTRY_TYPES}
+        roots = {folder: root for folder, root in roots.items() if not root.is_symlink()}
+        entries = [entry for entry in self.entries() if entry.kind in roots]
         holders = Counter(inode for entry in entries for inode in entry.files)
         size_bytes = sum({i: size for entry in entries for i, size in entry.files.items()}.values())
         for entry in reversed(entries):
@@ -159,14 +179,24 @@ class Store:
                 size_bytes -= sum(size for i, size in entry.files.items() if not holders[i])
                 removed.append(entry)
         with self._errors():
-            for root in (self.home / kind.folder for kind in ENTRY_TYPES):
-                # A killed run may also have left a manifest or a report that it was writing.
-                for directory in _directories(root):
-                    for folder in (directory, directory / REPORTS):
-                        remove_leftovers(folder)
-                remove_leftovers(root)
-            for name, max_bytes in _FILES_BY_AGE.items():
-                _remove_oldest(self.home / name, max_bytes)
+            # A killed run may also have left a manifest or a report that it was writing.
+            for entry in self.entries():
+                if entry.kind in roots:
+                    for folder in (entry.path, entry.path / REPORTS):
+                        remove_leftovers(folder, on_removed=on_removed)
+            for root in roots.values():
+                for name in {final_name(path) for path in list_directory(root)}:
+                    if _ENTRY_NAME.fullmatch(name):
+                        remove_leftovers(root, name, on_removed)
+            names = names_made(self.home)
+            for folder_name, max_bytes in _FILES_BY_AGE.items():
+                files = [
+                    path
+                    for path in list_directory(self.home / folder_name)
+                    if f"{folder_name}/{path.name}" in names and not path.is_symlink()
+                ]
+                if not (self.home / folder_name).is_symlink():
+                    _remove_oldest(files, max_bytes, on_removed)
         return removed
 
     def _remove(self, entry: StoreEntry) -> bool:
@@ -175,7 +205,7 @@ class Store:
         with self._errors():
             try:
                 with file_lock(entry.path.name, home=self.home, timeout_seconds=0):
-                    present = _entry(entry.path, kind)
+                    present = _entry(entry.path, kind, is_listed=True)
                     if entry.problem and present and not present.problem:
                         return False
                     shutil.rmtree(entry.path, ignore_errors=True)
@@ -222,7 +252,9 @@ class Store:
 def _directories(root: Path) -> list[Path]:
     """Return the finished entries; those being built have hidden names."""
     return [
-        path for path in list_directory(root) if path.is_dir() and not path.name.startswith(".")
+        path
+        for path in list_directory(root)
+        if path.is_dir() and not path.is_symlink() and not path.name.startswith(".")
     ]
 
 
@@ -237,15 +269,18 @@ def _remove_damaged(path: Path, kind: EntryType[Content]) -> None:
             path.unlink(missing_ok=True)
 
 
-def _remove_oldest(folder: Path, max_bytes: int) -> None:
+def _remove_oldest(
+    paths: Iterable[Path], max_bytes: int, on_removed: Callable[[Path], object]
+) -> None:
     """Remove files that were written long ago, then the oldest until the rest fits."""
-    files = [path for path in list_directory(folder) if path.is_file()]
+    files = [path for path in paths if path.is_file()]
     stats = {path: path.stat() for path in files}
     size_bytes = sum(stat.st_size for stat in stats.values())
     for path in sorted(files, key=lambda path: stats[path].st_mtime):
         if size_bytes <= max_bytes and time.time() - stats[path].st_mtime < _MAX_AGE_SECONDS:
             break
         path.unlink(missing_ok=True)
+        on_removed(path)
         size_bytes -= stats[path].st_size
 
 
@@ -255,18 +290,26 @@ def _files(directory: Path) -> dict[Inode, int]:
     return {(stat.st_dev, stat.st_ino): stat.st_size for stat in stats}
 
 
-def _entry(path: Path, kind: AnyEntryType) -> StoreEntry | None:
-    """Return the entry at `path`; None if another process has just removed it."""
+def _entry(path: Path, kind: EntryType[Any], *, is_listed: bool) -> StoreEntry | None:
+    """Return the entry at `path`; None if another process has just removed it.
+
+    An earlier version did not list what it made. Its entries have their key in their name.
+    """
     try:
         files = _files(path)
         used = path.stat().st_mtime
     except FileNotFoundError:
         return None
     except OSError as error:
-        return StoreEntry(path, kind.folder, None, f"{path}: {error.strerror}", {}, 0.0)
+        problem = f"{path}: {error.strerror}"
+        return StoreEntry(path, kind.folder, None, problem, {}, 0.0, is_own=is_listed)
     try:
-        return StoreEntry(path, kind.folder, kind.open(path), "", files, used)
-    except ArtifactError as error:
-        return StoreEntry(path, kind.folder, None, error.message, files, used)
-    except OSError as error:
-        return StoreEntry(path, kind.folder, None, f"{path}: {error.strerror}", files, used)
+        content = kind.open(path)
+    except (ArtifactError, OSError) as error:
+        message = getattr(error, "message", "") or f"{path}: {getattr(error, 'strerror', error)}"
+        return StoreEntry(path, kind.folder, None, message, files, used, is_own=is_listed)
+    is_own = is_listed or any(
+        path.name.startswith(f"{key.stage}-") and path.name.endswith(f"-{key.key[:_KEY_DIGITS]}")
+        for key in kind.provenance(content)
+    )
+    return StoreEntry(path, kind.folder, content, "", files, used, is_own=is_own)

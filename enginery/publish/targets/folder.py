@@ -28,8 +28,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from filelock import FileLock, Timeout
-
 from enginery.core.artifact.artifact import MANIFEST
 from enginery.core.artifact.staging import replace_directory
 from enginery.core.durable import make_directory, sync_directory, sync_tree
@@ -44,7 +42,12 @@ from enginery.core.errors import (
 from enginery.core.json_file import json_bytes
 from enginery.core.paths import is_portable_name, list_prefixed, list_tree, resolve_inside
 from enginery.core.progress import Progress
-from enginery.core.temporary import PREFIX, remove_leftovers, write_atomically
+from enginery.core.temporary import (
+    PREFIX,
+    locked_file,
+    remove_leftovers,
+    write_atomically,
+)
 from enginery.publish.config import LATEST, PublishConfig
 from enginery.publish.destination import Published
 from enginery.publish.package import Package
@@ -54,7 +57,6 @@ from enginery.publish.publication import LISTING, REMEDY, Publication
 INDEX = "index.json"
 SCHEMA_VERSION = 1
 _MAX_NAME_BYTES = 200
-_WAIT_SECONDS = 0.0
 _PART = ".part-"
 _OLD = ".old-"
 # Clocks of machines differ, and network shares round times; so a later version is given a time at
@@ -197,16 +199,10 @@ def _describe_changes(existing: Publication, package: Package) -> str:
 def _locked(folder: Path, progress: Progress) -> Iterator[None]:
     """Hold the lock in the registry's folder, so that only one process of any machine writes."""
     make_directory(folder)
-    lock = FileLock(folder / ".lock")
-    try:
-        lock.acquire(timeout=_WAIT_SECONDS)
-    except Timeout:
-        progress.say(f"waiting: another process writes into {folder}")
-        lock.acquire()
-    try:
+    with locked_file(
+        folder / ".lock", lambda: progress.say(f"waiting: another process writes into {folder}")
+    ):
         yield
-    finally:
-        lock.release()
 
 
 @contextmanager

@@ -19,6 +19,7 @@ import numpy as np
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.fingerprint import combined_sha256, data_content, sha256_of
+from enginery.core.artifact.inputs import note_input
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.datasets.folders import list_media
 from enginery.core.datasets.labels import index_labels
@@ -204,6 +205,8 @@ def _content(kind: Kind, items: Iterable[Any], labels: Sequence[int] = ()) -> st
         elif kind == "feeds":
             digest.update(_feed_bytes(item))
         else:
+            if isinstance(item, str | Path):
+                note_input(Path(item))  # it is read again
             image = load_image(item, name=f"image {index}")
             digest.update(json.dumps([image.mode, image.size]).encode() + image.tobytes())
     if labels:
@@ -220,6 +223,7 @@ def _feed_bytes(item: Mapping[str, Any]) -> bytes:
 
 def _from_file(artifact: Artifact, config: QuantizeConfig) -> CalibrationData:
     path = Path(config.data).expanduser()
+    note_input(path)  # it is hashed after it was read
     record = input_graph(artifact.manifest.graphs)
     # Arrays fit any graph, so they are tried before what the graph takes.
     if holds_arrays(path):

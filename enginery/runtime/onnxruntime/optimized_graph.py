@@ -18,6 +18,7 @@ from pathlib import Path
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.fingerprint import Fingerprint, combined_sha256, runtime_version
+from enginery.core.artifact.inputs import InputFiles
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.artifact.staging import staging
 from enginery.core.errors import EngineryError
@@ -86,6 +87,9 @@ def _make(
 ) -> OptimizedGraph:
     import onnxruntime as ort
 
+    inputs = InputFiles()
+    with inputs.recording():  # the key has the digests of the manifest
+        artifact.check_files()
     check_allocations(artifact.path / record.file, record=record)
 
     def optimize(directory: Path, *, pack: bool) -> None:
@@ -105,7 +109,7 @@ def _make(
         except Exception as error:  # ONNX Runtime raises many unrelated types
             raise EngineryError(f"{record.file} cannot be optimized: {error}") from error
 
-    with staging(out) as directory:
+    with staging(out, inputs) as directory:
         # Weights in the layout of the kernels are mapped, too, and shared by all sessions.
         optimize(directory, pack=True)
         offsets = _packed_offsets(directory / MODEL_FILE)

@@ -19,7 +19,7 @@ from typing import Any
 
 from enginery.core.artifact.engine_record import LayerRecord
 from enginery.core.errors import OptionError, ProviderError, ShapeError, SourceError
-from enginery.core.home import enginery_home
+from enginery.core.home import store_log
 from enginery.core.shapes import TensorSpec
 from enginery.core.subprocess import run_in_subprocess
 from enginery.core.temporary import final_name, temporary_directory
@@ -129,7 +129,7 @@ def _build_in_child(path: Path, request: BuildRequest, plan_path: Path) -> Built
 def log_path(path: Path) -> Path:
     """Return the log file of TensorRT's last run on a graph, with the list of layers."""
     folder = final_name(path.resolve().parent)
-    return enginery_home() / "logs" / f"tensorrt-{folder}-{path.stem}.log"
+    return store_log(f"tensorrt-{folder}-{path.stem}.log")
 
 
 def _run_worker(action: str, path: Path, flavor: Flavor, request: Mapping[str, Any]) -> Any:

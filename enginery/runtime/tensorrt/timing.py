@@ -15,10 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
 from enginery.core.errors import OptionError, ProviderError
-from enginery.core.temporary import write_atomically
+from enginery.core.temporary import locked_beside, write_atomically
 from enginery.runtime.tensorrt.library import Messages
 from enginery.runtime.tensorrt.options import BuildOptions
 
@@ -40,7 +38,7 @@ class TimingCache:
             return
         learnt = config.get_timing_cache()
         try:
-            with _lock(self.path):
+            with locked_beside(self.path, lambda: None):
                 present = self.path.read_bytes() if self.path.is_file() else b""
                 if present not in (b"", self.content):
                     # Another build has written the file in the meantime; keep its timings as well.
@@ -67,8 +65,7 @@ def attach_timing_cache(config: Any, options: BuildOptions, messages: Messages) 
         return TimingCache()
     path = Path(options.timing_cache)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(path):
+        with locked_beside(path, lambda: None):
             content = path.read_bytes() if path.exists() else b""
     except OSError as error:
         raise OptionError(
@@ -97,10 +94,6 @@ def _load_matching(config: Any, content: bytes, messages: Messages) -> Any:
     if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
         return None
     return cache if len(messages.errors()) == before else None
-
-
-def _lock(path: Path) -> FileLock:
-    return FileLock(path.with_name(f"{path.name}.lock"))
 
 
 def _unfit(path: Path) -> str:

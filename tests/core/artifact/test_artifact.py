@@ -7,12 +7,11 @@ import subprocess
 import sys
 
 import pytest
-from filelock import FileLock
 
 from enginery.core.artifact import artifact as module
 from enginery.core.artifact.artifact import Artifact, check_overwritable, commit_artifact, staging
-from enginery.core.errors import ArtifactError, EngineryError, RejectedArtifactError
-from enginery.core.temporary import remove_leftovers, write_atomically
+from enginery.core.errors import ArtifactError, RejectedArtifactError
+from enginery.core.temporary import locked_beside, remove_leftovers, write_atomically
 from tests.core.artifacts import edit_manifest, fill, make, manifest, start, verdict
 
 STAGE_AND_WAIT = """
@@ -443,9 +442,7 @@ def test_two_processes_that_annotate_at_once_keep_each_others_verdicts(tmp_path)
 def test_annotate_waits_for_another_process(tmp_path, home):
     """Whoever comes second reads the manifest that the first has written."""
     artifact = make(tmp_path / "minilm")
-    artifact.annotate(verdict(), b"{}")
-    (lock,) = (home / "locks").glob("annotate-*.lock")
-    with FileLock(lock):
+    with locked_beside(artifact.path / "manifest.json"):
         child = start(ANNOTATE, artifact.path, "bench")
         child.stdout.readline()
         child.stdin.write("go\n")
@@ -457,13 +454,20 @@ def test_annotate_waits_for_another_process(tmp_path, home):
     assert [v.stage for v in Artifact.open(artifact.path).manifest.verdicts] == ["lint", "bench"]
 
 
-def test_a_store_that_cannot_be_written_is_an_error_that_says_what_to_do(tmp_path, home):
+def test_a_verdict_needs_no_store(tmp_path, home):
     artifact = make(tmp_path / "minilm")
     shutil.rmtree(home, ignore_errors=True)
     home.write_text("a file")
-    with pytest.raises(EngineryError, match=r"cannot be used as the store.*Set ENGINERY_HOME"):
+    annotated = artifact.annotate(verdict(), b"{}")
+    assert Artifact.open(artifact.path) == annotated
+
+
+def test_a_verdict_is_not_added_to_another_artifact(tmp_path):
+    artifact = make(tmp_path / "minilm")
+    make(tmp_path / "minilm", graph=b"other")
+    with pytest.raises(ArtifactError, match="minilm was replaced by another artifact"):
         artifact.annotate(verdict(), b"{}")
-    assert Artifact.open(artifact.path) == artifact
+    assert Artifact.open(artifact.path).manifest.verdicts == ()
 
 
 def test_write_atomically_never_shows_a_part(tmp_path, monkeypatch):

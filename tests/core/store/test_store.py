@@ -8,6 +8,7 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.engine import Engine
 from enginery.core.artifact.fingerprint import Fingerprint
 from enginery.core.errors import EngineryError
+from enginery.core.home import MADE, store_log
 from enginery.core.store.store import ARTIFACTS, ENGINES, Store
 from tests.core.artifacts import FINGERPRINT, make, start
 from tests.engine.made import PLAN, engine_record, write_engine
@@ -398,11 +399,104 @@ def test_prune_removes_damaged_engines_and_their_leftovers():
     store = Store()
     made = obtain_engine(store)[0]
     made.plan.write_bytes(PLAN[::-1])
-    (store.engines / ".tmp-tensorrt-rtx-sm89-0123-0123456789ab").mkdir()
+    (store.engines / ".tmp-tensorrt-rtx-sm89-0123456789abcdef-0123456789ab").mkdir()
     (entry,) = store.prune(max_size_bytes=1 << 40)
     assert entry.path == made.path
     assert "model.plan was altered" in entry.problem
     assert list(store.engines.iterdir()) == []
+
+
+KEY = "0123456789abcdef"
+
+
+def mine(home):
+    """Write files and folders of a user into the folders of a store; return their paths."""
+    files = [
+        "artifacts/my-thesis/chapter1.txt",
+        f"artifacts/export-notes-{KEY}/chapter1.txt",
+        f"artifacts/my-thesis/.tmp-chapter2-{KEY[:12]}",
+        f"artifacts/.tmp-draft-{KEY[:12]}",
+        f"engines/tensorrt-mine-{KEY}/model.plan",
+        "graphs/figure/graph.svg",
+        "logs/train.log",
+        "logs/export-train.log",
+        "pulls/requests.txt",
+        "predict/table.csv",
+        "verdicts/court.txt",
+        "readme.txt",
+    ]
+    for name in files:
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).write_text("mine")
+        os.utime(home / name, (1, 1))
+    return [home / name for name in files]
+
+
+def test_prune_removes_what_the_store_made_and_nothing_else(home):
+    files = mine(home)
+    store = Store()
+    made = obtain(store)[0]
+    shutil.copytree(made.path, made.path.with_name("a-copy-of-mine"))
+    log = store_log("export-minilm.log")
+    log.write_text("old")
+    os.utime(log, (1, 1))
+    leftover = made.path.with_name(f".tmp-export-minilm-{KEY}-{KEY[:12]}")
+    leftover.mkdir()
+    removed = []
+    entries = store.prune(on_removed=removed.append)
+    assert [entry.path for entry in entries] == [made.path]
+    assert sorted(removed) == sorted([log, leftover])
+    assert not made.path.exists()
+    assert not any(path.exists() for path in removed)
+    assert all(file.read_text() == "mine" for file in files)
+    assert made.path.with_name("a-copy-of-mine").is_dir()
+    assert made.path.with_name("a-copy-of-mine") in store.foreign()
+    assert store.entries() == []
+
+
+def test_prune_knows_entries_of_an_earlier_version_by_their_keys(home):
+    store = Store()
+    made, damaged = obtain(store)[0], obtain(store, OTHER)[0]
+    (damaged.path / "model.onnx").write_bytes(b"grape")
+    (home / MADE).unlink()
+    assert [entry.path for entry in store.prune()] == [made.path]
+    assert store.foreign() == [damaged.path]  # nothing says that it was made here
+    assert obtain(store, OTHER)[1]  # but it is replaced when its key is asked for
+    assert len(store.prune()) == 1
+
+
+@pytest.mark.parametrize("name", ["artifacts", "logs"])
+def test_prune_does_not_follow_links(home, tmp_path, name):
+    store = Store()
+    made = obtain(store)[0]
+    log = store_log("export-minilm.log")
+    os.utime(made.path, (1, 1))
+    log.write_text("old")
+    os.utime(log, (1, 1))
+    (home / name).rename(tmp_path / "elsewhere")
+    (home / name).symlink_to(tmp_path / "elsewhere")
+    store.prune()
+    assert made.path.exists() == (name == "artifacts")
+    assert log.exists() == (name == "logs")
+
+
+def test_prune_does_not_follow_the_link_of_an_entry(tmp_path):
+    store = Store()
+    made = obtain(store)[0]
+    made.path.rename(tmp_path / "mine")
+    made.path.symlink_to(tmp_path / "mine")
+    assert store.prune() == []
+    assert (tmp_path / "mine" / "model.onnx").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\n{", b'"../../etc"\n[]\n1\n'])
+def test_damaged_list_of_what_was_made_removes_nothing_of_others(home, content):
+    files = mine(home)
+    store = Store()
+    made = obtain(store)[0]
+    (home / MADE).write_bytes(content)
+    assert [entry.path for entry in store.prune()] == [made.path]
+    assert all(file.exists() for file in files)
 
 
 def test_an_empty_store_has_no_entries_and_nothing_to_prune():

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from enginery.core.errors import OptionError, RegistryError
 from enginery.core.extras import require_packages
-from enginery.core.home import enginery_home, file_lock
+from enginery.core.home import enginery_home, file_lock, note_made
 from enginery.core.progress import Progress
 from enginery.publish.config import LATEST, PublishConfig
 from enginery.publish.destination import Published
@@ -165,13 +165,15 @@ class OciRegistry:
         """
         client = self._connect()
         layers = parse_layers(self._manifest(client), self.url)
-        pulls = enginery_home() / "pulls"
+        home = enginery_home()
+        pulls = home / "pulls"
         pulls.mkdir(parents=True, exist_ok=True)
         listing: Publication | None = None
         with progress.task(f"downloading {self.url}", len(layers)) as advance:
             for layer in layers:
                 hexdigits = layer.digest.removeprefix("sha256:")
                 path = pulls / f"{hexdigits}.tar"
+                note_made(path, home)
                 with file_lock(f"pull-{hexdigits[:32]}"):
                     client.download(layer.digest, path, layer.size_bytes)
                     try:
