@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import shlex
 import signal
@@ -19,8 +20,9 @@ from cyclopts import App, CycloptsError, Group, MissingArgumentError, Parameter
 
 from enginery.cli.console import Console
 from enginery.cli.help import COMMAND_GROUPS, EXAMPLES, HelpBySubject
-from enginery.core.errors import EngineryError, OptionError, join_problems
+from enginery.core.errors import EngineryError, OptionError, join_problems, printable
 from enginery.core.extras import missing_package
+from enginery.core.resource_limits import watching_own_calls
 from enginery.core.version import __version__
 
 COMMANDS = {
@@ -148,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     argv = list(sys.argv[1:] if arguments is None else arguments)
-    with _unwinding_on_signals(argv):
+    with _unwinding_on_signals(argv), _limiting_graphs(argv):
         status = _run(argv)
     sys.exit(status)
 
@@ -190,6 +192,31 @@ def _unwinding_on_signals(arguments: Sequence[str]) -> Iterator[None]:
     finally:
         for number, previous_handler in previous.items():
             signal.signal(number, previous_handler)
+
+
+@contextmanager
+def _limiting_graphs(arguments: Sequence[str]) -> Iterator[None]:
+    """End the command if ONNX Runtime needs too much memory or time for a graph.
+
+    `serve` and `predict` run with the batches that their user chooses, and are limited from
+    outside.
+    """
+    if arguments[:1] in (["serve"], ["predict"]):
+        yield
+        return
+
+    def end(message: str) -> None:
+        # Native code may run for hours, and no exception interrupts it. The next run removes what
+        # is left, as after any kill.
+        with suppress(OSError):
+            os.write(2, f"error: {printable(message)}\n".encode())
+            if "--json" in arguments:
+                document = {"error": message, "do": "", "kind": "ProviderError"}
+                os.write(1, f"{json.dumps(document)}\n".encode())
+        os._exit(EngineryError.exit_code)
+
+    with watching_own_calls(end):
+        yield
 
 
 def _run(arguments: Sequence[str]) -> int:

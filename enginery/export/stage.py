@@ -24,6 +24,7 @@ from enginery.core.home import enginery_home
 from enginery.core.model.onnx_structure import read_structure
 from enginery.core.model.source import ModelSource, resolve_source
 from enginery.core.progress import SILENT, Progress
+from enginery.core.resource_limits import ResourceLimits
 from enginery.core.subprocess import run_in_subprocess
 from enginery.export.config import DEFAULT_OPSET, ExportConfig
 
@@ -156,7 +157,7 @@ def run(
             resolved,
             str(vocoder.path) if vocoder else "",
         )
-        result = _run_worker(request, source.name, progress)
+        result = _run_worker(request, source, progress)
         graphs = tuple(GraphRecord.model_validate(graph) for graph in result.graphs)
         record = StageRecord.of(
             key,
@@ -183,8 +184,14 @@ def run(
     return Artifact.open(out)
 
 
-def _run_worker(request: WorkerRequest, name: str, progress: Progress) -> WorkerResult:
+def _run_worker(request: WorkerRequest, source: ModelSource, progress: Progress) -> WorkerResult:
     """Run the child process and report its phases. Its other output goes to a log."""
+    name = source.name
+    if source.record.kind == "onnx":
+        limits = ResourceLimits.of_graph_file(source.path, error=SourceError)
+    else:
+        file_bytes = sum((source.path / file).stat().st_size for file in source.record.files)
+        limits = ResourceLimits.of_checkpoint(file_bytes=file_bytes)
     with progress.task(f"exporting {name}") as advance:
 
         def on_phase(phase: str) -> None:
@@ -198,5 +205,6 @@ def _run_worker(request: WorkerRequest, name: str, progress: Progress) -> Worker
             description=f"exporting {name}",
             error_classes=(ExportError, OptionError, SourceError, UntrustedModelError),
             on_phase=on_phase,
+            limits=limits,
         )
     return WorkerResult(**result)

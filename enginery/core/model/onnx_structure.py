@@ -18,6 +18,7 @@ import re
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,10 @@ from enginery.core.json_file import require_regular_file
 MAX_FIELDS = 5_000_000
 """Largest number of protobuf fields in one file; a decoder of 10,000 nodes has 200,000."""
 MAX_NODES = 1_000_000
-"""Largest number of nodes and graphs; two bytes in a file become hundreds in memory."""
+"""Largest number of nodes and graphs, also after each call of a function is replaced by its body;
+two bytes in a file become hundreds in memory, and thirty short functions a billion nodes."""
+MAX_CALLS = 100
+"""Deepest nesting of functions that call functions; readers of graphs follow them by recursion."""
 MAX_PARTS = 2_000_000
 """Largest number of attributes and tensors."""
 MAX_DEPTH = 33
@@ -95,7 +99,10 @@ class _Field:
     OPSET_DOMAIN = _tag(1, _LEN)
     OPSET_VERSION = _tag(2, _VARINT)
 
+    FUNCTION_NAME = _tag(1, _LEN)
     FUNCTION_NODE = _tag(7, _LEN)
+    FUNCTION_DOMAIN = _tag(10, _LEN)
+    FUNCTION_OVERLOAD = _tag(13, _LEN)
 
     GRAPH_NODE = _tag(1, _LEN)
     GRAPH_INITIALIZER = _tag(5, _LEN)
@@ -108,6 +115,7 @@ class _Field:
     NODE_OP_TYPE = _tag(4, _LEN)
     NODE_ATTRIBUTE = _tag(5, _LEN)
     NODE_DOMAIN = _tag(7, _LEN)
+    NODE_OVERLOAD = _tag(8, _LEN)
 
     ATTRIBUTE_NAME = _tag(1, _LEN)
     ATTRIBUTE_I = _tag(3, _VARINT)
@@ -196,6 +204,7 @@ class Node:
     name: str = ""
     op_type: str = ""
     domain: str = ""
+    overload: str = ""
     inputs: list[str] = field(default_factory=list)
     outputs: list[str] = field(default_factory=list)
     attributes: dict[str, Attribute] = field(default_factory=dict)
@@ -203,7 +212,7 @@ class Node:
 
 @dataclass(slots=True)
 class Graph:
-    """A graph, or the body of a function."""
+    """A graph."""
 
     nodes: list[Node] = field(default_factory=list)
     initializers: list[Tensor] = field(default_factory=list)
@@ -212,18 +221,32 @@ class Graph:
     """Tensor inputs with name, type and dims; a dynamic dim is -1."""
 
 
+@dataclass(slots=True)
+class Function(Graph):
+    """A local function: its body, and what nodes call it by."""
+
+    domain: str = ""
+    name: str = ""
+    overload: str = ""
+
+
 @dataclass
 class ModelStructure:
     """The graph of a model and its local functions."""
 
     graph: Graph = field(default_factory=Graph)
-    functions: list[Graph] = field(default_factory=list)
+    functions: list[Function] = field(default_factory=list)
     opset: int = 0
     """The version of ONNX's own operators; 0 if the file does not say."""
 
+    def external_files(self) -> set[str]:
+        """Return the files with the graph's external data, relative to the graph's directory."""
+        entries = (tensor.external or {} for tensor in self.graph.initializers)
+        return {name for entry in entries if (name := entry.get("location"))}
+
     def op_types(self) -> Iterator[str]:
         """Yield the op types of ONNX's own domain in the graph, its subgraphs and functions."""
-        graphs = [self.graph, *self.functions]
+        graphs: list[Graph] = [self.graph, *self.functions]
         while graphs:
             for node in graphs.pop().nodes:
                 if not node.domain:
@@ -319,6 +342,8 @@ class _Reader:
                     model.opset = version
         if not has_graph:
             raise _DamagedError("it has no graph")
+        if model.functions:
+            _require_few_nodes(model)
         return model
 
     def _fields(self, low: int, high: int) -> Iterator[tuple[int, int, int]]:
@@ -401,12 +426,19 @@ class _Reader:
                 version = _signed(start)
         return domain, version
 
-    def _function(self, low: int, high: int) -> Graph:
+    def _function(self, low: int, high: int) -> Function:
         self._count_node()
-        body = Graph()
-        for start, end in self._messages(low, high, _Field.FUNCTION_NODE):
-            body.nodes.append(self._node(start, end, 1))
-        return body
+        function = Function()
+        for tag, start, end in self._fields(low, high):
+            if tag == _Field.FUNCTION_NODE:
+                function.nodes.append(self._node(start, end, 1))
+            elif tag == _Field.FUNCTION_NAME:
+                function.name = self._text(start, end)
+            elif tag == _Field.FUNCTION_DOMAIN:
+                function.domain = self._text(start, end)
+            elif tag == _Field.FUNCTION_OVERLOAD:
+                function.overload = self._text(start, end)
+        return function
 
     def _node(self, low: int, high: int, depth: int) -> Node:
         self._count_node()
@@ -425,6 +457,8 @@ class _Reader:
                 node.attributes[name] = attribute
             elif tag == _Field.NODE_DOMAIN:
                 node.domain = self._text(start, end)
+            elif tag == _Field.NODE_OVERLOAD:
+                node.overload = self._text(start, end)
         return node
 
     def _attribute(self, low: int, high: int, depth: int) -> tuple[str, Attribute]:
@@ -605,6 +639,61 @@ class _Reader:
                     size = _signed(value)
             dims.append(size)
         return dims
+
+
+_FunctionId = tuple[str, str, str]
+
+
+def _function_id(domain: str, name: str, overload: str) -> _FunctionId:
+    return ("" if domain == "ai.onnx" else domain, name, overload)
+
+
+def _require_few_nodes(model: ModelStructure) -> None:
+    """Check how many nodes the graph has after each call of a function is replaced by its body.
+
+    ONNX's checker, ONNX Runtime and TensorRT do that, however many nodes it gives.
+    """
+    functions: dict[_FunctionId, Function] = {}
+    for function in model.functions:
+        key = _function_id(function.domain, function.name, function.overload)
+        if key in functions:
+            raise _DamagedError(f"it has two functions with the name {function.name!r}")
+        functions[key] = function
+    calls = {key: _calls(function) for key, function in functions.items()}
+    order = TopologicalSorter(
+        {key: inner.keys() & functions.keys() for key, inner in calls.items()}
+    )
+    nodes, depths = dict[_FunctionId, int](), dict[_FunctionId, int]()
+
+    def expanded(inner: dict[_FunctionId, int]) -> int:
+        return sum(count * (1 + nodes.get(key, 0)) for key, count in inner.items())
+
+    try:
+        for key in order.static_order():
+            nodes[key] = expanded(calls[key])
+            depths[key] = 1 + max((depths.get(inner, 0) for inner in calls[key]), default=0)
+    except CycleError as problem:
+        names = " → ".join(name for _, name, _ in problem.args[1][:5])
+        raise _DamagedError(f"its functions call each other in a circle: {names}") from None
+    if (total := expanded(_calls(model.graph))) > MAX_NODES:
+        raise _DamagedError(f"its functions expand to {total} nodes, expected at most {MAX_NODES}")
+    if (deepest := max(depths.values())) > MAX_CALLS:
+        raise _DamagedError(
+            f"its functions call each other {deepest} deep, expected at most {MAX_CALLS}"
+        )
+
+
+def _calls(top: Graph) -> dict[_FunctionId, int]:
+    """Return how many nodes of a graph and its subgraphs have each operator."""
+    counts: dict[_FunctionId, int] = {}
+    graphs = [top]
+    while graphs:
+        for node in graphs.pop().nodes:
+            key = _function_id(node.domain, node.op_type, node.overload)
+            counts[key] = counts.get(key, 0) + 1
+            for attribute in node.attributes.values():
+                graphs += attribute.graphs
+    return counts
 
 
 def _signed(value: int) -> int:

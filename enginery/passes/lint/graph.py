@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from enginery.core.errors import SourceError
 from enginery.core.json_file import require_regular_file
+from enginery.core.model.onnx_structure import read_structure
 
 STANDARD_DOMAINS = ("", "ai.onnx")
 MICROSOFT = "com.microsoft"
@@ -45,7 +46,10 @@ class LintGraph:
         """
         try:
             require_regular_file(path)
+            read_structure(path, error=SourceError)
             model = ir.load(path)
+        except SourceError:
+            raise
         except Exception as error:  # the types of protobuf and onnx_ir depend on their versions
             problem = "does not exist" if not path.exists() else f"is not an ONNX model: {error}"
             raise SourceError(f"{path} {problem}.") from error

@@ -16,6 +16,7 @@ from typing import Any
 
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError, ProviderError
+from enginery.core.resource_limits import ResourceLimits, limited_call
 from enginery.core.shapes import Dim, TensorSpec
 from enginery.runtime.machine import read_cpuinfo
 from enginery.runtime.onnxruntime.capture_lock import CAPTURE_LOCK
@@ -77,7 +78,11 @@ def new_session(
     # The CPU logs nothing, and TensorRT may build engines for minutes.
     reading = reading_log() if providers[0].name == CUDA else nullcontext(NativeLog())
     try:
-        with reading as log, CAPTURE_LOCK.running():  # a GPU's session allocates memory
+        with (
+            reading as log,
+            CAPTURE_LOCK.running(),  # a GPU's session allocates memory
+            limited_call(path, lambda: ResourceLimits.of_graph_file(path)),
+        ):
             session = _opened(path, options, requested)
     except Exception as error:
         raise ProviderError(f"{path} cannot be loaded by ONNX Runtime: {error}") from error
