@@ -7,6 +7,7 @@ for name, model in growing_graphs():
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 from onnx import TensorProto, helper, numpy_helper
@@ -213,7 +214,7 @@ def _functions(count: int, op: str = "Identity", *, circle: bool = False, calls:
             ["b"],
             [
                 _NODE(f"F{i + 1}", [before], [after], domain="own")
-                for before, after in zip(names, names[1:], strict=False)
+                for before, after in pairwise(names)
             ],
             opsets,
         )

@@ -24,6 +24,7 @@ from typing import Any
 
 from enginery.core.errors import ArtifactError, EngineryError
 from enginery.core.json_file import require_regular_file
+from enginery.core.shapes import TensorSpec
 
 MAX_FIELDS = 5_000_000
 """Largest number of protobuf fields in one file; a decoder of 10,000 nodes has 200,000."""
@@ -72,6 +73,37 @@ BITS = {
     26: 2,
 }
 """TensorProto.DataType -> bits of one element; strings (8) have no fixed size."""
+ELEMENT_TYPES = {
+    1: "float32",
+    2: "uint8",
+    3: "int8",
+    4: "uint16",
+    5: "int16",
+    6: "int32",
+    7: "int64",
+    8: "string",
+    9: "bool",
+    10: "float16",
+    11: "float64",
+    12: "uint32",
+    13: "uint64",
+    14: "complex64",
+    15: "complex128",
+    16: "bfloat16",
+    17: "float8e4m3fn",
+    18: "float8e4m3fnuz",
+    19: "float8e5m2",
+    20: "float8e5m2fnuz",
+    21: "uint4",
+    22: "int4",
+    23: "float4e2m1",
+    24: "float8e8m0",
+    25: "uint2",
+    26: "int2",
+    27: "float6e2m3",
+    28: "float6e3m2",
+}
+"""TensorProto.DataType -> name of the dtype; see `core.shapes.DTYPES`."""
 _STRUCT = {1: "f", 6: "i", 7: "q", 11: "d"}
 """TensorProto.DataType of sizes and scales -> format character of the module struct."""
 
@@ -107,6 +139,7 @@ class _Field:
     GRAPH_NODE = _tag(1, _LEN)
     GRAPH_INITIALIZER = _tag(5, _LEN)
     GRAPH_INPUT = _tag(11, _LEN)
+    GRAPH_OUTPUT = _tag(12, _LEN)
     GRAPH_SPARSE_INITIALIZER = _tag(15, _LEN)
 
     NODE_INPUT = _tag(1, _LEN)
@@ -219,6 +252,8 @@ class Graph:
     sparse: list[SparseTensor] = field(default_factory=list)
     inputs: list[Tensor] = field(default_factory=list)
     """Tensor inputs with name, type and dims; a dynamic dim is -1."""
+    outputs: list[Tensor] = field(default_factory=list)
+    """Outputs in the same form; one of unknown rank has no dims, one that is no tensor no type."""
 
 
 @dataclass(slots=True)
@@ -239,6 +274,13 @@ class ModelStructure:
     opset: int = 0
     """The version of ONNX's own operators; 0 if the file does not say."""
 
+    def interface(self) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+        """Return the specs of the inputs and outputs; `?` stands for any dynamic dim."""
+        stored = {tensor.name for tensor in self.graph.initializers}
+        stored |= {tensor.name for tensor in self.graph.sparse}
+        inputs = [value for value in self.graph.inputs if value.name not in stored]
+        return tuple(map(_spec, inputs)), tuple(map(_spec, self.graph.outputs))
+
     def external_files(self) -> set[str]:
         """Return the files with the graph's external data, relative to the graph's directory."""
         entries = (tensor.external or {} for tensor in self.graph.initializers)
@@ -253,6 +295,11 @@ class ModelStructure:
                     yield node.op_type
                 for attribute in node.attributes.values():
                     graphs += attribute.graphs
+
+
+def _spec(value: Tensor) -> TensorSpec:
+    dtype = ELEMENT_TYPES.get(value.data_type, f"type {value.data_type}")
+    return TensorSpec(value.name, dtype, tuple(dim if dim >= 0 else "?" for dim in value.dims))
 
 
 RANDOM_OPS = frozenset(
@@ -412,8 +459,11 @@ class _Reader:
             elif tag == _Field.GRAPH_INITIALIZER:
                 graph.initializers.append(self._read_tensor(Tensor(), start, end))
             elif tag == _Field.GRAPH_INPUT:
-                if value := self._value_info(start, end):
+                value, has_rank = self._value_info(start, end)
+                if has_rank:
                     graph.inputs.append(value)
+            elif tag == _Field.GRAPH_OUTPUT:
+                graph.outputs.append(self._value_info(start, end)[0])
             elif tag == _Field.GRAPH_SPARSE_INITIALIZER:
                 graph.sparse.append(self._sparse(start, end))
 
@@ -601,8 +651,8 @@ class _Reader:
                     raise _DamagedError(f"byte {low} begins a tensor of over {_MAX_RANK} dims")
         return SparseTensor(values.name, values.data_type, dims)
 
-    def _value_info(self, low: int, high: int) -> Tensor | None:
-        """Return a graph's input; None unless it is a tensor of known rank."""
+    def _value_info(self, low: int, high: int) -> tuple[Tensor, bool]:
+        """Return an input or output of a graph, and whether it is a tensor of known rank."""
         tensor = Tensor()
         has_shape = False
         for tag, start, end in self._fields(low, high):
@@ -611,7 +661,9 @@ class _Reader:
             elif tag == _Field.VALUE_INFO_TYPE:
                 for span in self._messages(start, end, _Field.TYPE_TENSOR_TYPE):
                     has_shape |= self._read_tensor_type(tensor, *span)
-        return tensor if has_shape and len(tensor.dims) <= _MAX_RANK else None
+        if len(tensor.dims) > _MAX_RANK:
+            tensor.dims, has_shape = [], False
+        return tensor, has_shape
 
     def _read_tensor_type(self, tensor: Tensor, low: int, high: int) -> bool:
         """Read data type and dims of a tensor; return True if it has a shape."""
