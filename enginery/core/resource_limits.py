@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -69,6 +69,10 @@ _BUILD_MEMORY = 8 << 30
 _BUILD_SECONDS = 900.0
 _BUILD_BYTES_A_SECOND = 20_000
 """TensorRT measures kernels for a minute per megabyte at worst."""
+
+_PULL_SECONDS = 600.0
+_PULL_BYTES_A_SECOND = 50_000
+_PULL_LONGEST_SECONDS = 7 * 24 * 3600.0
 
 _TOKEN_BYTES = 256
 """Bytes of attention for a pair of positions: 64 heads of FP32."""
@@ -141,6 +145,14 @@ class ResourceLimits:
             _BUILD_MEMORY + _CHECKPOINT_COPIES * file_bytes,
             _BUILD_SECONDS + file_bytes / _BUILD_BYTES_A_SECOND,
         )
+
+    @classmethod
+    def of_pull(cls, *, size_bytes: int) -> Self:
+        """Return the limits of a download of this size: its time alone."""
+        limits = cls._set_by_user(
+            math.inf, _PULL_SECONDS + min(size_bytes / _PULL_BYTES_A_SECOND, _PULL_LONGEST_SECONDS)
+        )
+        return replace(limits, memory_bytes=math.inf)
 
     @classmethod
     def _set_by_user(cls, memory_bytes: float, seconds: float) -> Self:
