@@ -14,14 +14,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import IO, Annotated, Any, cast
 
 from cyclopts import App, CycloptsError, Group, MissingArgumentError, Parameter
 
-from enginery.cli.console import Console
+from enginery.cli.console import Console, discard
 from enginery.cli.help import COMMAND_GROUPS, EXAMPLES, HelpBySubject
 from enginery.core.errors import EngineryError, OptionError, join_problems, printable
 from enginery.core.extras import missing_package
+from enginery.core.paths import require_utf8
 from enginery.core.resource_limits import watching_own_calls
 from enginery.core.version import __version__
 
@@ -222,6 +223,8 @@ def _limiting_graphs(arguments: Sequence[str]) -> Iterator[None]:
 def _run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit status."""
     try:
+        for argument in arguments:
+            require_utf8(argument, error=OptionError)
         adapted = _like_optimum_cli(list(arguments))
         commands(adapted)(adapted, exit_on_error=False, print_error=False)
     except EngineryError as error:
@@ -235,8 +238,18 @@ def _run(arguments: Sequence[str]) -> int:
         failure = _missing_arguments(adapted, error)
     except CycloptsError as error:
         failure = OptionError(str(error), do=f"See: {_help_of(error)}")
+    except UnicodeEncodeError as error:
+        if error.reason != "surrogates not allowed":
+            raise
+        text = os.fsencode(error.object[max(0, error.start - 60) : error.end + 20])
+        shown = text.decode(errors="backslashreplace")
+        failure = EngineryError(
+            f"a name in '…{shown}…' is not valid UTF-8.", do="Rename the file or folder."
+        )
     except OSError as error:  # a full disk, a directory that may not be written
         prefix = f"{error.filename}: " if error.filename else ""
+        if not prefix and not _flushes(sys.stdout):
+            prefix = "standard output cannot be written: "
         failure = EngineryError(f"{prefix}{error.strerror or error}.")
     except KeyboardInterrupt:
         failure = EngineryError("interrupted.")
@@ -252,6 +265,16 @@ def _run(arguments: Sequence[str]) -> int:
     with suppress(OSError):  # standard error may be closed
         Output(json="--json" in arguments).console().error(failure)
     return failure.exit_code
+
+
+def _flushes(stream: IO[str]) -> bool:
+    """Return False, and drop what is buffered, if the stream cannot be written."""
+    try:
+        stream.flush()
+    except OSError:
+        discard(stream)
+        return False
+    return True
 
 
 def _like_optimum_cli(arguments: list[str]) -> list[str]:

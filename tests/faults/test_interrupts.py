@@ -24,6 +24,14 @@ from tests.faults.scenarios import obtain, stored
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals and /proc")
 
 
+@pytest.fixture(autouse=True)
+def default_hangup():
+    """Let commands start with SIGHUP's default action; `nohup make test` would pass on its own."""
+    previous = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, previous)
+
+
 def start_export(root, *, before=()):
     """Start an export; return it once its child process runs."""
     (root / "tmp").mkdir()

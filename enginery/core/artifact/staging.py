@@ -52,7 +52,16 @@ def staging(out: Path) -> Iterator[Path]:
         out = out.resolve()
         make_directory(out.parent)
         with directory_beside(out) as directory:
-            yield directory
+            try:
+                yield directory
+            except Exception as error:
+                if out.parent.is_dir():
+                    raise
+                # Else the error would blame what is written: a file of it is missing.
+                raise ArtifactError(
+                    f"{out.parent} was removed while the command wrote to it.",
+                    do="Run it again, and keep --out and ENGINERY_HOME until it ends.",
+                ) from error
             sync_tree(directory)
             old = new_sibling(out)
             replace_directory(directory, out, old=old)

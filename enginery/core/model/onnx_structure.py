@@ -104,6 +104,8 @@ ELEMENT_TYPES = {
     28: "float6e3m2",
 }
 """TensorProto.DataType -> name of the dtype; see `core.shapes.DTYPES`."""
+_TYPE_ATTRIBUTES = ("to", "dtype", "output_dtype", "output_datatype")
+"""Attributes of ONNX's operators that hold a TensorProto.DataType."""
 _STRUCT = {1: "f", 6: "i", 7: "q", 11: "d"}
 """TensorProto.DataType of sizes and scales -> format character of the module struct."""
 
@@ -505,6 +507,8 @@ class _Reader:
             elif tag == _Field.NODE_ATTRIBUTE:
                 name, attribute = self._attribute(start, end, depth)
                 node.attributes[name] = attribute
+                if name in _TYPE_ATTRIBUTES and attribute.number:
+                    self._require_type(attribute.number, f"the attribute {name} of a node")
             elif tag == _Field.NODE_DOMAIN:
                 node.domain = self._text(start, end)
             elif tag == _Field.NODE_OVERLOAD:
@@ -622,6 +626,7 @@ class _Reader:
                 entries[key] = value
             elif tag == _Field.TENSOR_DATA_LOCATION:
                 is_external = start == 1
+        self._require_type(tensor.data_type, f"the tensor '{tensor.name}'")
         if is_external:
             tensor.external = entries
         code = _STRUCT.get(tensor.data_type, "")
@@ -630,6 +635,10 @@ class _Reader:
         elif code and listed:
             tensor.values = tuple(listed)
         return tensor
+
+    def _require_type(self, number: int, what: str) -> None:
+        if number and number not in ELEMENT_TYPES:
+            raise _DamagedError(f"{what} has the element type {number}, which ONNX does not define")
 
     def _entry(self, low: int, high: int) -> tuple[str, str]:
         key = value = ""
@@ -661,6 +670,7 @@ class _Reader:
             elif tag == _Field.VALUE_INFO_TYPE:
                 for span in self._messages(start, end, _Field.TYPE_TENSOR_TYPE):
                     has_shape |= self._read_tensor_type(tensor, *span)
+        self._require_type(tensor.data_type, f"the input or output '{tensor.name}'")
         if len(tensor.dims) > _MAX_RANK:
             tensor.dims, has_shape = [], False
         return tensor, has_shape

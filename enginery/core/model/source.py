@@ -24,7 +24,7 @@ from enginery.core.json_file import read_json
 from enginery.core.model.hub import HubUnreachableError, hub_requests
 from enginery.core.model.onnx_structure import read_structure
 from enginery.core.model.weights import find_local_weights, find_module_weights, find_weights
-from enginery.core.paths import is_relative_path, list_tree
+from enginery.core.paths import is_relative_path, list_tree, require_utf8
 from enginery.core.progress import SILENT, Progress
 
 _SIDE_FILES = (".json", ".txt", ".model", ".spm", ".jinja", ".py")
@@ -96,8 +96,10 @@ def find_local(model: str) -> Path | None:
     if path.suffix == ".onnx":
         if not path.is_file():
             raise SourceError(f"model '{path}': no such file.")
+        require_utf8(path.resolve(), error=SourceError)
         return path.resolve()
     if path.is_dir():
+        require_utf8(path.resolve(), error=SourceError)
         return path.resolve()
     if path.exists() or not _HUB_ID.match(model.partition("@")[0]):
         raise SourceError(f"model '{model}': no such directory or file; expected {_EXPECTED}.")
@@ -171,6 +173,8 @@ def _from_directory(
     ]
     inside = [p.relative_to(path).as_posix() for p in list_tree(path) if p.is_file()]
     modules = find_module_weights(model, inside, allow_pickle=allow_pickle)
+    for name in names:
+        require_utf8(path / name, error=SourceError)
     read = sorted({*names, *weights.files, *modules})
     if len(read) > _MANY_FILES:
         progress.say(f"{model}: hashing {len(read)} files, which may take minutes")
