@@ -250,6 +250,7 @@ class WorkerProcess(Closeable):
                     requests.flush()
                     line = results.readline()
         if watch.exceeded:
+            self._process.wait()
             raise self._error(f"{self._description}: {LimitError(watch.exceeded)}", do=DO)
         if not line:
             status = self._process.wait()

@@ -23,6 +23,7 @@ from enginery.core.errors import ExportError, OptionError, SourceError, Untruste
 from enginery.core.home import enginery_home
 from enginery.core.model.onnx_structure import read_structure
 from enginery.core.model.source import ModelSource, resolve_source
+from enginery.core.paths import list_tree
 from enginery.core.progress import SILENT, Progress
 from enginery.core.resource_limits import ResourceLimits
 from enginery.core.subprocess import run_in_subprocess
@@ -157,7 +158,7 @@ def run(
             resolved,
             str(vocoder.path) if vocoder else "",
         )
-        result = _run_worker(request, source, progress)
+        result = _run_worker(request, source.name, progress)
         graphs = tuple(GraphRecord.model_validate(graph) for graph in result.graphs)
         record = StageRecord.of(
             key,
@@ -184,14 +185,8 @@ def run(
     return Artifact.open(out)
 
 
-def _run_worker(request: WorkerRequest, source: ModelSource, progress: Progress) -> WorkerResult:
+def _run_worker(request: WorkerRequest, name: str, progress: Progress) -> WorkerResult:
     """Run the child process and report its phases. Its other output goes to a log."""
-    name = source.name
-    if source.record.kind == "onnx":
-        limits = ResourceLimits.of_graph_file(source.path, error=SourceError)
-    else:
-        file_bytes = sum((source.path / file).stat().st_size for file in source.record.files)
-        limits = ResourceLimits.of_checkpoint(file_bytes=file_bytes)
     with progress.task(f"exporting {name}") as advance:
 
         def on_phase(phase: str) -> None:
@@ -205,6 +200,16 @@ def _run_worker(request: WorkerRequest, source: ModelSource, progress: Progress)
             description=f"exporting {name}",
             error_classes=(ExportError, OptionError, SourceError, UntrustedModelError),
             on_phase=on_phase,
-            limits=limits,
+            limits=_limits(request),
         )
     return WorkerResult(**result)
+
+
+def _limits(request: WorkerRequest) -> ResourceLimits:
+    """Return what the child may use, which follows from the size of the source."""
+    path = Path(request.path)
+    if request.kind == "onnx":
+        return ResourceLimits.of_graph_file(path, error=SourceError)
+    directories = [path, Path(request.vocoder)] if request.vocoder else [path]
+    files = [file for directory in directories for file in list_tree(directory) if file.is_file()]
+    return ResourceLimits.of_checkpoint(file_bytes=sum(file.stat().st_size for file in files))

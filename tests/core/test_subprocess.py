@@ -124,11 +124,11 @@ def test_crash_message_names_the_signal_the_log_and_its_last_line(modules):
 
 @pytest.mark.parametrize("file", ["request.json", "result.json"])
 def test_file_that_the_child_cannot_use_is_named_with_the_cause(modules, monkeypatch, file):
-    def removing_it_first(module, *arguments, on_line):
+    def removing_it_first(module, *arguments, **options):
         path = next(Path(word) for word in arguments if word.endswith(file))
         path.unlink(missing_ok=True)
         path.mkdir()
-        return run_module(module, *arguments, on_line=on_line)
+        return run_module(module, *arguments, **options)
 
     monkeypatch.setattr("enginery.core.subprocess.run_module", removing_it_first)
     with pytest.raises(ExportError, match=rf"Is a directory: \S*{file}"):
