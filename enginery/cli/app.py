@@ -23,7 +23,7 @@ from enginery.cli.help import COMMAND_GROUPS, EXAMPLES, HelpBySubject
 from enginery.core.errors import EngineryError, OptionError, join_problems, printable
 from enginery.core.extras import missing_package
 from enginery.core.paths import require_utf8
-from enginery.core.resource_limits import watching_own_calls
+from enginery.core.resource_limits import ResourceLimits, watching_own_calls
 from enginery.core.version import __version__
 
 COMMANDS = {
@@ -225,6 +225,7 @@ def _run(arguments: Sequence[str]) -> int:
     try:
         for argument in arguments:
             require_utf8(argument, error=OptionError)
+        ResourceLimits.of_graph(file_bytes=0)  # the variables are valid
         adapted = _like_optimum_cli(list(arguments))
         commands(adapted)(adapted, exit_on_error=False, print_error=False)
     except EngineryError as error:

@@ -327,6 +327,13 @@ def _cpu_seconds(pid: int) -> float:
 
 
 @dataclass
+class _Call:
+    name: str
+    limits: Callable[[], ResourceLimits]
+    is_running: bool = True
+
+
+@dataclass
 class _OwnCalls:
     """The calls of this process that are limited now."""
 
@@ -335,14 +342,6 @@ class _OwnCalls:
     lock: threading.Lock = field(default_factory=threading.Lock)
     has_calls: threading.Event = field(default_factory=threading.Event)
     calls: dict[int, _Call] = field(default_factory=dict)
-
-
-@dataclass
-class _Call:
-    name: str
-    limits: ResourceLimits
-    meter: _Meter
-    memory_before: int
 
 
 _own_calls: _OwnCalls | None = None
@@ -364,30 +363,21 @@ def watching_own_calls(end: Callable[[str], object]) -> Iterator[None]:
         _own_calls = None
 
 
-def _observe_calls(own: _OwnCalls) -> None:
-    while True:
-        own.has_calls.wait()
-        for call in list(own.calls.values()):
-            if exceeded := call.meter.exceeded(call.limits, memory_before=call.memory_before):
-                own.end(f"{call.name}: {exceeded}, the limit of a graph of this size. {DO}")
-                return
-        time.sleep(_INTERVAL_SECONDS)
-
-
 @contextmanager
 def limited_call(name: object, limits: Callable[[], ResourceLimits]) -> Iterator[None]:
-    """Limit what the block may take in addition, if the command line watches this process.
+    """Limit what the block may take in addition, if this process is watched.
+
+    A call that is over before the watching thread looks costs two microseconds.
 
     Args:
         name: what the message starts with, such as the path of the graph.
-        limits: called if the process is watched.
+        limits: called in the watching thread, for a call that takes longer.
     """
     own = _own_calls
     if own is None:
         yield
         return
-    pid = os.getpid()
-    call = _Call(str(name), limits(), _Meter(pid), memory_bytes(pid))
+    call = _Call(str(name), limits)
     with own.lock:
         if not own.is_watched:
             threading.Thread(
@@ -399,7 +389,35 @@ def limited_call(name: object, limits: Callable[[], ResourceLimits]) -> Iterator
     try:
         yield
     finally:
+        call.is_running = False
         with own.lock:
             del own.calls[id(call)]
             if not own.calls:
                 own.has_calls.clear()
+
+
+def _observe_calls(own: _OwnCalls) -> None:
+    pid = os.getpid()
+    seen: dict[int, tuple[_Call, ResourceLimits, _Meter, int]] = {}
+    while True:
+        own.has_calls.wait()
+        with own.lock:
+            calls = dict(own.calls)
+        # What a call takes before it is seen for the first time does not count: 20 ms at most.
+        seen = {key: entry for key, entry in seen.items() if calls.get(key) is entry[0]}
+        for key, call in calls.items():
+            if key not in seen:
+                seen[key] = (call, _limits_of(call), _Meter(pid), memory_bytes(pid))
+            _, limits, meter, before = seen[key]
+            exceeded = meter.exceeded(limits, memory_before=before)
+            if exceeded and call.is_running:
+                own.end(f"{call.name}: {exceeded}, the limit of a graph of this size. {DO}")
+                return
+        time.sleep(_INTERVAL_SECONDS)
+
+
+def _limits_of(call: _Call) -> ResourceLimits:
+    try:
+        return call.limits()
+    except EngineryError:  # a file that is gone is reported where it is read
+        return NO_LIMITS
