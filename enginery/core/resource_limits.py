@@ -1,10 +1,10 @@
 """Limit the memory and the time of processes that load a graph or a model of unknown origin.
 
     limits = ResourceLimits.of_graph(file_bytes=1400)
-    limits.memory_bytes >> 20     # 1536
+    limits.memory_bytes >> 20     # 1280
     with watching(child.pid, limits, child.kill) as watch:
         child.wait()
-    watch.exceeded                # 'it needed more than 1.5 GiB of memory'
+    watch.exceeded                # 'it needed more than 1.25 GiB of memory'
 
 A thread of the parent reads how much memory the child occupies, and kills it above the limit. The
 kernel's own limits would not do: RLIMIT_AS counts addresses that CUDA and allocators only reserve,
@@ -53,8 +53,8 @@ process passes its limit by less than 100 MB."""
 _TIME_EVERY = 25
 """Looks at the memory for each look at the time."""
 
-_GRAPH_MEMORY = 3 << 29
-"""1.5 GiB: the packages of a child take 0.3 GiB, and a small graph on small inputs little more."""
+_GRAPH_MEMORY = 5 << 28
+"""1.25 GiB: the packages of a child take 0.3 GiB, and a small graph on small inputs little more."""
 _GRAPH_COPIES = 10
 """Copies of a file's bytes: the file, its protobuf message, the session's weights, packed weights,
 and conversions of those, with room for three of each."""
@@ -293,7 +293,7 @@ class _Meter:
         """Return which limit is passed, as the end of a sentence; empty if none is."""
         self._looks += 1
         if memory_bytes(self.pid) - memory_before > limits.memory_bytes:
-            return f"it needed more than {limits.memory_bytes / 2**30:.1f} GiB of memory"
+            return f"it needed more than {limits.memory_bytes / 2**30:.4g} GiB of memory"
         if self._looks % _TIME_EVERY == 0 and limits.seconds < math.inf:
             elapsed = time.monotonic() - self._started
             if elapsed > limits.seconds and (

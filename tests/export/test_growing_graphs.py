@@ -46,7 +46,7 @@ def saved(folder, name):
 @pytest.mark.more
 def test_graph_that_grows_is_refused_with_limit_and_option(tmp_path, monkeypatch):
     monkeypatch.setenv(MEMORY_VARIABLE, "0.25")
-    with pytest.raises(ExportError, match=rf"more than 0\.2 GiB of memory.*{MEMORY_VARIABLE}"):
+    with pytest.raises(ExportError, match=rf"more than 0\.25 GiB of memory.*{MEMORY_VARIABLE}"):
         export_model(str(saved(tmp_path, "concat-1d-27")), out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

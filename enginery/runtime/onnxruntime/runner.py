@@ -200,7 +200,7 @@ class OrtRunner(Closeable):
         self.ladder = self._choose_ladder()
         """The sizes that callers round up to; None without."""
         path = artifact.path / self.record.file
-        self._graph_bytes = artifact.graph_bytes(self.record)
+        self._files = [artifact.path / name for name in (self.record.file, *self.record.data_files)]
         self._paths = [wrapper_path(engine) for engine in self.engines] or [path]
         self.records_steps = False
         """Whether the session records bound runs as CUDA graphs, by their `gpu_graph_id`; a decoder
@@ -332,7 +332,8 @@ class OrtRunner(Closeable):
         return dict(zip(names, values, strict=True))
 
     def _run_limits(self, arrays: Feeds) -> ResourceLimits:
-        return ResourceLimits.of_run(self._graph_bytes, arrays)
+        file_bytes = sum(path.stat().st_size for path in self._files if path.is_file())
+        return ResourceLimits.of_run(file_bytes, arrays)
 
     @contextmanager
     def _choose_session(self, index: int) -> Iterator[Any]:
