@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from enginery.core.errors import ArtifactError, EngineryError, OptionError
-from enginery.core.model.onnx_structure import read_structure
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -58,7 +57,7 @@ _GRAPH_MEMORY = 5 << 28
 _GRAPH_COPIES = 10
 """Copies of a file's bytes: the file, its protobuf message, the session's weights, packed weights,
 and conversions of those, with room for three of each."""
-_GRAPH_SECONDS = 45.0
+_GRAPH_SECONDS = 30.0
 _GRAPH_BYTES_A_SECOND = 2_000_000
 
 _CHECKPOINT_MEMORY = 4 << 30
@@ -189,6 +188,9 @@ def read_sizes(
     Raises:
         EngineryError: the file is damaged; the class is `error`.
     """
+    # `enginery --help` imports this module, and pydantic takes a tenth of a second.
+    from enginery.core.model.onnx_structure import read_structure
+
     structure = read_structure(path, error=error)
     stored = {tensor.name for tensor in structure.graph.initializers}
     file_bytes = 0

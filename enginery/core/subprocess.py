@@ -24,6 +24,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -52,6 +53,19 @@ _LOG_CHARACTERS = 1 << 24
 WorkerResult = dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Supervision:
+    """How the parent watches a child."""
+
+    on_phase: Callable[[str], object] = lambda _: None
+    """Called with each phase that the child reports; see `report_phase`."""
+    limits: ResourceLimits = NO_LIMITS
+    """Memory and time at which the child is ended."""
+
+
+_UNLIMITED = Supervision()
+
+
 def run_in_subprocess(
     module: str,
     request: Mapping[str, Any],
@@ -59,8 +73,7 @@ def run_in_subprocess(
     log: Path,
     description: str,
     error_classes: Sequence[type[EngineryError]],
-    on_phase: Callable[[str], object] = lambda _: None,
-    limits: ResourceLimits = NO_LIMITS,
+    supervision: Supervision = _UNLIMITED,
 ) -> WorkerResult:
     """Run `python -m module` on a request and return its result.
 
@@ -71,8 +84,7 @@ def run_in_subprocess(
         description: start of the message if the child ends without a result: `exporting minilm`.
         error_classes: classes of errors that are raised as the child raised them, besides
             MissingPackageError. The first one replaces all others, and is raised for a crash.
-        on_phase: called with each phase that the child reports; see `report_phase`.
-        limits: memory and time at which the child is ended.
+        supervision: who is told about phases, and the limits.
 
     Raises:
         EngineryError: the child failed, crashed or passed a limit; one of `error_classes`, with the
@@ -86,7 +98,7 @@ def run_in_subprocess(
     def on_line(line: str) -> None:
         nonlocal last_line, free
         if line.startswith(_PHASE):
-            on_phase(line.removeprefix(_PHASE).strip())
+            supervision.on_phase(line.removeprefix(_PHASE).strip())
             return
         if free > 0:
             stream.write(line if len(line) < free else "[the log is full]\n")
@@ -99,7 +111,11 @@ def run_in_subprocess(
         with log.open("w", encoding="utf-8") as stream:
             try:
                 status = run_module(
-                    module, str(request_file), str(result_file), on_line=on_line, limits=limits
+                    module,
+                    str(request_file),
+                    str(result_file),
+                    on_line=on_line,
+                    limits=supervision.limits,
                 )
             except LimitError as error:
                 raise error_classes[0](f"{description}: {error}", do=DO) from None

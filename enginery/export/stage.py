@@ -26,7 +26,7 @@ from enginery.core.model.source import ModelSource, resolve_source
 from enginery.core.paths import list_tree
 from enginery.core.progress import SILENT, Progress
 from enginery.core.resource_limits import ResourceLimits
-from enginery.core.subprocess import run_in_subprocess
+from enginery.core.subprocess import Supervision, run_in_subprocess
 from enginery.export.config import DEFAULT_OPSET, ExportConfig
 
 STAGE = "export"
@@ -199,8 +199,7 @@ def _run_worker(request: WorkerRequest, name: str, progress: Progress) -> Worker
             log=enginery_home() / "logs" / f"export-{name}.log",
             description=f"exporting {name}",
             error_classes=(ExportError, OptionError, SourceError, UntrustedModelError),
-            on_phase=on_phase,
-            limits=_limits(request),
+            supervision=Supervision(on_phase, _limits(request)),
         )
     return WorkerResult(**result)
 

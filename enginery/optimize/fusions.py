@@ -13,7 +13,7 @@ from enginery.core.artifact.external_data import load_graph
 from enginery.core.errors import ExportError
 from enginery.core.home import enginery_home
 from enginery.core.resource_limits import ResourceLimits
-from enginery.core.subprocess import run_in_subprocess
+from enginery.core.subprocess import Supervision, run_in_subprocess
 
 
 def fuse_graphs(artifact: Artifact, level: str, out: Path) -> tuple[list[str], int]:
@@ -41,8 +41,10 @@ def fuse_graphs(artifact: Artifact, level: str, out: Path) -> tuple[list[str], i
         log=log,
         description=f"fusing {artifact.name}",
         error_classes=(ExportError,),
-        limits=ResourceLimits.of_checkpoint(
-            file_bytes=sum(artifact.graph_bytes(graph) for graph in artifact.manifest.graphs)
+        supervision=Supervision(
+            limits=ResourceLimits.of_checkpoint(
+                file_bytes=sum(artifact.graph_bytes(graph) for graph in artifact.manifest.graphs)
+            )
         ),
     )
     if missing := [file for file in files if not (fused / file).is_file()]:

@@ -23,7 +23,7 @@ from enginery.core.resource_limits import (
     read_sizes,
     watching_own_calls,
 )
-from enginery.core.subprocess import WorkerProcess, run_in_subprocess
+from enginery.core.subprocess import Supervision, WorkerProcess, run_in_subprocess
 from tests.growing_graphs import growing_graphs
 
 ROOT = str(Path(__file__).parents[2])
@@ -76,7 +76,7 @@ def greedy(tmp_path, monkeypatch):
             log=tmp_path / "greedy.log",
             description="working",
             error_classes=[ExportError],
-            limits=limits,
+            supervision=Supervision(limits=limits),
         )
 
     return run

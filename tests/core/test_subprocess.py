@@ -13,6 +13,7 @@ import pytest
 
 from enginery.core.errors import ExportError, ShapeError, SourceError
 from enginery.core.subprocess import (
+    Supervision,
     WorkerProcess,
     describe_exit,
     run_in_subprocess,
@@ -92,7 +93,7 @@ def run(modules, do, error_classes=(ExportError,), **options):
 
 def test_answer_comes_back_and_what_is_said_is_heard_or_logged(modules):
     phases = []
-    assert run(modules, "double", on_phase=phases.append) == {"value": 42}
+    assert run(modules, "double", supervision=Supervision(phases.append)) == {"value": 42}
     assert phases == ["doubling"]
     assert (modules / "logs" / "child.log").read_text() == "a warning\n"
 

@@ -22,7 +22,7 @@ from enginery.core.errors import OptionError, ProviderError, ShapeError, SourceE
 from enginery.core.home import enginery_home
 from enginery.core.resource_limits import NO_LIMITS, ResourceLimits, read_sizes
 from enginery.core.shapes import TensorSpec
-from enginery.core.subprocess import run_in_subprocess
+from enginery.core.subprocess import Supervision, run_in_subprocess
 from enginery.core.temporary import final_name, temporary_directory
 from enginery.runtime.tensorrt.build import BuildRequest, build_in_process
 from enginery.runtime.tensorrt.capabilities import resolve_capabilities
@@ -141,7 +141,7 @@ def _run_worker(action: str, path: Path, flavor: Flavor, request: Mapping[str, A
         log=log_path(path),
         description=f"{path}: {flavor.title}",
         error_classes=(ProviderError, OptionError, ShapeError, SourceError),
-        limits=_limits(action, path),
+        supervision=Supervision(limits=_limits(action, path)),
     )
 
 
