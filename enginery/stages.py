@@ -186,6 +186,7 @@ def _plan_export(model: str, config: ExportConfig, progress: Progress) -> _Plan:
         revision=config.revision,
         allow_pickle=config.allow_pickle,
         cache_dir=config.cache_dir,
+        progress=progress,
     )
     if task == "auto" and not is_file:
         settings = ModelConfig.read(source.path, error=SourceError)

@@ -20,6 +20,7 @@ from enginery.core.artifact.manifest import GraphRecord, Manifest, SourceRecord
 from enginery.core.errors import ArtifactError, OptionError, ProviderError
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.model.files import ModelConfig
+from enginery.core.resource_limits import ResourceLimits, limited_call
 from enginery.core.shapes import Dim, TensorSpec, canonical_dim
 from enginery.reports.benchmark import SubjectRecord
 from enginery.reports.validation import ValidationReport
@@ -147,7 +148,8 @@ def artifact_from_onnx(path: Path) -> Artifact:
     options.log_severity_level = 4
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:
-        session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        with limited_call(path, lambda: ResourceLimits.of_graph_file(path)):
+            session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # ONNX Runtime raises many unrelated types
         raise ProviderError(f"ONNX Runtime cannot read {path}: {error}") from error
     inputs = tuple(_spec(value) for value in session.get_inputs())

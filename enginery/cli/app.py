@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import shlex
 import signal
@@ -13,14 +14,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import IO, Annotated, Any, cast
 
 from cyclopts import App, CycloptsError, Group, MissingArgumentError, Parameter
 
-from enginery.cli.console import Console
+from enginery.cli.console import Console, discard
 from enginery.cli.help import COMMAND_GROUPS, EXAMPLES, HelpBySubject
-from enginery.core.errors import EngineryError, OptionError, join_problems
+from enginery.core.errors import EngineryError, OptionError, join_problems, printable
 from enginery.core.extras import missing_package
+from enginery.core.paths import require_utf8
+from enginery.core.resource_limits import ResourceLimits, watching_own_calls
 from enginery.core.version import __version__
 
 COMMANDS = {
@@ -148,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     argv = list(sys.argv[1:] if arguments is None else arguments)
-    with _unwinding_on_signals(argv):
+    with _unwinding_on_signals(argv), _limiting_graphs(argv):
         status = _run(argv)
     sys.exit(status)
 
@@ -192,9 +195,37 @@ def _unwinding_on_signals(arguments: Sequence[str]) -> Iterator[None]:
             signal.signal(number, previous_handler)
 
 
+@contextmanager
+def _limiting_graphs(arguments: Sequence[str]) -> Iterator[None]:
+    """End the command if ONNX Runtime needs too much memory or time for a graph.
+
+    `serve` and `predict` run with the batches that their user chooses, and are limited from
+    outside.
+    """
+    if arguments[:1] in (["serve"], ["predict"]):
+        yield
+        return
+
+    def end(message: str) -> None:
+        # Native code may run for hours, and no exception interrupts it. The next run removes what
+        # is left, as after any kill.
+        with suppress(OSError):
+            os.write(2, f"error: {printable(message)}\n".encode())
+            if "--json" in arguments:
+                document = {"error": message, "do": "", "kind": "ProviderError"}
+                os.write(1, f"{json.dumps(document)}\n".encode())
+        os._exit(EngineryError.exit_code)
+
+    with watching_own_calls(end):
+        yield
+
+
 def _run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit status."""
     try:
+        for argument in arguments:
+            require_utf8(argument, error=OptionError)
+        ResourceLimits.of_graph(file_bytes=0)  # the variables are valid
         adapted = _like_optimum_cli(list(arguments))
         commands(adapted)(adapted, exit_on_error=False, print_error=False)
     except EngineryError as error:
@@ -208,8 +239,18 @@ def _run(arguments: Sequence[str]) -> int:
         failure = _missing_arguments(adapted, error)
     except CycloptsError as error:
         failure = OptionError(str(error), do=f"See: {_help_of(error)}")
+    except UnicodeEncodeError as error:
+        if error.reason != "surrogates not allowed":
+            raise
+        text = os.fsencode(error.object[max(0, error.start - 60) : error.end + 20])
+        shown = text.decode(errors="backslashreplace")
+        failure = EngineryError(
+            f"a name in '…{shown}…' is not valid UTF-8.", do="Rename the file or folder."
+        )
     except OSError as error:  # a full disk, a directory that may not be written
         prefix = f"{error.filename}: " if error.filename else ""
+        if not prefix and not _flushes(sys.stdout):
+            prefix = "standard output cannot be written: "
         failure = EngineryError(f"{prefix}{error.strerror or error}.")
     except KeyboardInterrupt:
         failure = EngineryError("interrupted.")
@@ -225,6 +266,16 @@ def _run(arguments: Sequence[str]) -> int:
     with suppress(OSError):  # standard error may be closed
         Output(json="--json" in arguments).console().error(failure)
     return failure.exit_code
+
+
+def _flushes(stream: IO[str]) -> bool:
+    """Return False, and drop what is buffered, if the stream cannot be written."""
+    try:
+        stream.flush()
+    except OSError:
+        discard(stream)
+        return False
+    return True
 
 
 def _like_optimum_cli(arguments: list[str]) -> list[str]:

@@ -23,12 +23,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any
 
-from enginery.core.errors import printable
+from enginery.core.errors import EngineryError, printable
 
 if TYPE_CHECKING:
     from rich.console import Console as Rich
-
-    from enginery.core.errors import EngineryError
 
 Row = Mapping[str, Any]
 
@@ -99,7 +97,8 @@ class Console:
     def line(self, message: str = "") -> None:
         """Print one line of the result."""
         if not self.as_json:
-            self._out.print(printable(message), markup=False)
+            with _writing_result():
+                self._out.print(printable(message), markup=False)
 
     def table(self, title: str, rows: Sequence[Row]) -> None:
         """Print rows with the same keys: a table on a terminal, aligned lines in a pipe."""
@@ -108,7 +107,8 @@ class Console:
         if self._tables:
             self.line()
         self._tables += 1
-        self._out.print(_cell(title), style="bold", markup=False)
+        with _writing_result():
+            self._out.print(_cell(title), style="bold", markup=False)
         rows = [{_cell(name): _cell(value) for name, value in row.items()} for row in rows]
         columns = list(rows[0])
         widths = [_width([column, *(row[column] for row in rows)]) for column in columns]
@@ -118,7 +118,8 @@ class Console:
         elif needed > self._out.width and columns != FACTS:
             self._blocks(rows)
         else:
-            self._out.print(_rich_table(rows, widths), soft_wrap=False)
+            with _writing_result():
+                self._out.print(_rich_table(rows, widths), soft_wrap=False)
 
     def json(self, value: Any) -> None:
         """Print the result as one JSON document, if --json was given."""
@@ -130,13 +131,11 @@ class Console:
         # json.dumps leaves DEL and C1, which occur only in strings, where JSON allows escapes.
         text = _DEL_AND_C1.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
         try:
-            sys.stdout.write(text)
-            sys.stdout.flush()
+            with _writing_result():
+                sys.stdout.write(text)
+                sys.stdout.flush()
         except BrokenPipeError:
             discard(sys.stdout)
-        except OSError:
-            discard(sys.stdout)  # or Python would try again when it ends
-            raise
 
     def error(self, error: EngineryError) -> None:
         """Print an error. A failed check has printed its JSON already."""
@@ -162,6 +161,18 @@ class Console:
             for name, value in row.items():
                 self.line(f"{name}: {value}")
             self.line()
+
+
+@contextmanager
+def _writing_result() -> Iterator[None]:
+    """Raise an error that names standard output if it cannot be written: a full disk."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        discard(sys.stdout)  # or Python would try again when it ends
+        raise EngineryError(f"standard output cannot be written: {error.strerror}.") from error
 
 
 def discard(stream: IO[str]) -> None:

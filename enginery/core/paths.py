@@ -12,7 +12,7 @@ import os
 import re
 from pathlib import Path, PurePath
 
-from enginery.core.errors import CONTROL_CHARACTERS, ArtifactError
+from enginery.core.errors import CONTROL_CHARACTERS, ArtifactError, EngineryError
 
 # A backslash separates directories on Windows, and a letter with a colon is a drive there.
 _NOT_PORTABLE = re.compile(r"\\|^[A-Za-z]:")
@@ -42,6 +42,22 @@ def require_relative_path(name: str) -> str:
     if not is_relative_path(name):
         raise ValueError(f"{name!r} is not a safe path in the directory: {_EXPECTED}")
     return name
+
+
+def is_utf8(name: str | Path) -> bool:
+    """Return False for a name of a file whose bytes are not UTF-8, which no JSON can hold."""
+    try:
+        str(name).encode()
+    except UnicodeEncodeError:  # Python has surrogates for such bytes
+        return False
+    return True
+
+
+def require_utf8(path: str | Path, *, error: type[EngineryError]) -> None:
+    """Raise an error of the class unless the path is valid UTF-8."""
+    if not is_utf8(path):
+        shown = os.fsencode(path).decode(errors="backslashreplace")
+        raise error(f"the name '{shown}' is not valid UTF-8.", do="Rename the file or folder.")
 
 
 def list_tree(directory: Path) -> list[Path]:

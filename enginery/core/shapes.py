@@ -54,6 +54,52 @@ def _require_sizes(name: str) -> str:
 Name = Annotated[str, AfterValidator(_require_name)]
 """Name of a tensor, a dtype or a dim."""
 
+DTYPES = (
+    "float32",
+    "float64",
+    "float16",
+    "bfloat16",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "bool",
+    "string",
+    "complex64",
+    "complex128",
+    "int2",
+    "int4",
+    "uint2",
+    "uint4",
+    "float4e2m1",
+    "float6e2m3",
+    "float6e3m2",
+    "float8e4m3fn",
+    "float8e4m3fnuz",
+    "float8e5m2",
+    "float8e5m2fnuz",
+    "float8e8m0",
+    "fp4",
+    "fp8",
+    "e8m0",
+)
+"""Names of element types: numpy's, those of ONNX for what numpy lacks, and TensorRT's own."""
+
+
+def one_of(*names: str) -> str:
+    """Return a pattern that only these names match.
+
+    A manifest comes from a stranger, and its texts appear in code, configurations and cards.
+    """
+    return f"^({'|'.join(map(re.escape, names))})$"
+
+
+DType = Annotated[str, Field(pattern=one_of(*DTYPES))]
+
 Dim = Annotated[int, Field(ge=0, le=_MAX_SIZE)] | Annotated[Name, AfterValidator(_require_sizes)]
 """A fixed size, a name, or a sum of names and sizes ("past_sequence + sequence").
 
@@ -134,8 +180,8 @@ class TensorSpec:
     """One input or output of a graph."""
 
     name: Name
-    dtype: Name
-    """numpy's name (`int64`, `float32`), or `bfloat16`."""
+    dtype: DType
+    """One of `DTYPES`."""
     dims: Annotated[tuple[Dim, ...], Field(max_length=_MAX_RANK)]
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:

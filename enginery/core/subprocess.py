@@ -24,6 +24,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,6 +32,7 @@ from enginery.core import errors
 from enginery.core.closing import Closeable
 from enginery.core.errors import EngineryError, MissingPackageError, os_errors_as
 from enginery.core.extras import missing_package
+from enginery.core.resource_limits import DO, NO_LIMITS, ResourceLimits, watching
 from enginery.core.temporary import temporary_directory
 
 _PIPE = "ENGINERY_PARENT_PIPE"
@@ -42,7 +44,26 @@ _PHASE = "\x1ephase "
 _LINE = 300
 """Characters of a log's last line that a message has."""
 
+_READ_CHARACTERS = 1 << 16
+"""Longest part of a line that is read at once; a native library may write lines of a gigabyte."""
+
+_LOG_CHARACTERS = 1 << 24
+"""Length of a log; what a child prints after that is left out."""
+
 WorkerResult = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Supervision:
+    """How the parent watches a child."""
+
+    on_phase: Callable[[str], object] = lambda _: None
+    """Called with each phase that the child reports; see `report_phase`."""
+    limits: ResourceLimits = NO_LIMITS
+    """Memory and time at which the child is ended."""
+
+
+_UNLIMITED = Supervision()
 
 
 def run_in_subprocess(
@@ -52,7 +73,7 @@ def run_in_subprocess(
     log: Path,
     description: str,
     error_classes: Sequence[type[EngineryError]],
-    on_phase: Callable[[str], object] = lambda _: None,
+    supervision: Supervision = _UNLIMITED,
 ) -> WorkerResult:
     """Run `python -m module` on a request and return its result.
 
@@ -63,29 +84,41 @@ def run_in_subprocess(
         description: start of the message if the child ends without a result: `exporting minilm`.
         error_classes: classes of errors that are raised as the child raised them, besides
             MissingPackageError. The first one replaces all others, and is raised for a crash.
-        on_phase: called with each phase that the child reports; see `report_phase`.
+        supervision: who is told about phases, and the limits.
 
     Raises:
-        EngineryError: the child failed or crashed; one of `error_classes`, with the child's
-            message.
+        EngineryError: the child failed, crashed or passed a limit; one of `error_classes`, with the
+            child's message.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
 
     last_line = "none"
+    free = _LOG_CHARACTERS
 
     def on_line(line: str) -> None:
-        nonlocal last_line
+        nonlocal last_line, free
         if line.startswith(_PHASE):
-            on_phase(line.removeprefix(_PHASE).strip())
-        else:
-            stream.write(line)
-            last_line = line.strip() or last_line
+            supervision.on_phase(line.removeprefix(_PHASE).strip())
+            return
+        if free > 0:
+            stream.write(line if len(line) < free else "[the log is full]\n")
+        free -= len(line)
+        last_line = line[: 2 * _LINE].strip() or last_line
 
     with temporary_directory("child") as scratch:
         request_file, result_file = scratch / "request.json", scratch / "result.json"
         request_file.write_text(json.dumps(request), encoding="utf-8")
         with log.open("w", encoding="utf-8") as stream:
-            status = run_module(module, str(request_file), str(result_file), on_line=on_line)
+            try:
+                status = run_module(
+                    module,
+                    str(request_file),
+                    str(result_file),
+                    on_line=on_line,
+                    limits=supervision.limits,
+                )
+            except LimitError as error:
+                raise error_classes[0](f"{description}: {error}", do=DO) from None
         result: WorkerResult = {}
         if status == 0 and result_file.is_file():
             result = json.loads(result_file.read_text(encoding="utf-8"))
@@ -102,11 +135,32 @@ def run_in_subprocess(
     return result
 
 
-def run_module(module: str, *arguments: str, on_line: Callable[[str], object]) -> int:
+class LimitError(Exception):
+    """A child was ended because it passed a limit."""
+
+    def __init__(self, exceeded: str) -> None:
+        super().__init__(
+            f"the process was ended because {exceeded}, the limit for files of this size."
+        )
+
+
+def run_module(
+    module: str,
+    *arguments: str,
+    on_line: Callable[[str], object],
+    limits: ResourceLimits = NO_LIMITS,
+) -> int:
     """Run `python -m module arguments…` and return its exit status; it ends with this process.
 
-    `on_line` is called with each line of its standard output and standard error. An exception in
-    it, or an interrupt, kills the child.
+    Args:
+        module: the module.
+        arguments: its arguments.
+        on_line: called with each line of its standard output and standard error; very long lines
+            come in parts. An exception in it, or an interrupt, kills the child.
+        limits: memory and time at which the child is ended.
+
+    Raises:
+        LimitError: the child has passed a limit.
     """
     with (
         parent_death_pipe() as (environment, descriptors),
@@ -122,14 +176,19 @@ def run_module(module: str, *arguments: str, on_line: Callable[[str], object]) -
             env={**os.environ, **environment, "PYTHONUNBUFFERED": "1"},
             pass_fds=descriptors,
         ) as child,
+        watching(child.pid, limits, child.kill) as watch,
     ):
         try:
-            for line in child.stdout or ():
+            stdout = child.stdout
+            while stdout and (line := stdout.readline(_READ_CHARACTERS)):
                 on_line(line)
-            return child.wait()
+            status = child.wait()
         except BaseException:
             child.kill()
             raise
+    if watch.exceeded:
+        raise LimitError(watch.exceeded)
+    return status
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
@@ -155,6 +214,7 @@ class WorkerProcess(Closeable):
         description: str,
         error: type[EngineryError],
         environment: Mapping[str, str] | None = None,
+        limits: ResourceLimits = NO_LIMITS,
     ) -> None:
         """Start `python -m module`.
 
@@ -166,8 +226,9 @@ class WorkerProcess(Closeable):
             error: class of the error to raise if the child crashes, or raises an exception that
                 is not an EngineryError.
             environment: environment variables in addition to those of this process.
+            limits: memory at which the child is ended, and time for each request.
         """
-        self._description, self._error = description, error
+        self._description, self._error, self._limits = description, error, limits
         with ExitStack() as stack:
             self._log = log or stack.enter_context(temporary_directory("worker")) / "log"
             self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -198,11 +259,15 @@ class WorkerProcess(Closeable):
         """
         requests, results = self._process.stdin, self._process.stdout
         line = ""
-        if requests and results:
-            with suppress(BrokenPipeError):  # the child has ended; its status is reported below
-                requests.write(json.dumps({"do": command, **values}) + "\n")
-                requests.flush()
-                line = results.readline()
+        with watching(self._process.pid, self._limits, self._process.kill) as watch:
+            if requests and results:
+                with suppress(BrokenPipeError):  # the child has ended; its status is reported below
+                    requests.write(json.dumps({"do": command, **values}) + "\n")
+                    requests.flush()
+                    line = results.readline()
+        if watch.exceeded:
+            self._process.wait()
+            raise self._error(f"{self._description}: {LimitError(watch.exceeded)}", do=DO)
         if not line:
             status = self._process.wait()
             raise self._error(

@@ -27,7 +27,7 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ExportError
 from enginery.core.model.feeds import FeedLimits, make_feeds
 from enginery.core.model.files import ModelConfig
-from enginery.core.model.onnx_structure import random_notes
+from enginery.core.model.onnx_structure import ELEMENT_TYPES, random_notes
 from enginery.core.paths import list_tree
 from enginery.core.shapes import (
     Dim,
@@ -42,19 +42,6 @@ from enginery.export.padding import GraphSession, measure_padding
 from enginery.runtime.image.processor import PIXEL_MASK
 
 _READABLE = re.compile(r"^[a-z][a-z0-9_]*$")
-
-_DTYPES = {
-    onnx.TensorProto.FLOAT: "float32",
-    onnx.TensorProto.DOUBLE: "float64",
-    onnx.TensorProto.FLOAT16: "float16",
-    onnx.TensorProto.BFLOAT16: "bfloat16",
-    onnx.TensorProto.INT64: "int64",
-    onnx.TensorProto.INT32: "int32",
-    onnx.TensorProto.INT8: "int8",
-    onnx.TensorProto.UINT8: "uint8",
-    onnx.TensorProto.BOOL: "bool",
-    onnx.TensorProto.STRING: "string",
-}
 
 # The outputs from which the result of a task is read. Other tasks may have any outputs.
 _TASK_OUTPUTS = {
@@ -289,11 +276,11 @@ def _describe_type(type_proto: Any) -> str:
     if kind == "optional_type":
         return f"an optional ({_describe_type(inner.elem_type)})"
     if kind == "map_type":
-        key = _DTYPES.get(inner.key_type, "unknown")
+        key = ELEMENT_TYPES.get(inner.key_type, "unknown")
         return f"a map from {key} to {_describe_type(inner.value_type)}"
     if kind in ("tensor_type", "sparse_tensor_type"):
         noun = "a tensor" if kind == "tensor_type" else "a sparse tensor"
-        return f"{noun} of {_DTYPES.get(inner.elem_type, 'unknown')}"
+        return f"{noun} of {ELEMENT_TYPES.get(inner.elem_type, 'unknown')}"
     return "of another type"
 
 
@@ -624,7 +611,13 @@ def _specs(file: str, values: Iterable[Any]) -> tuple[TensorSpec, ...]:
     specs = []
     for value in values:
         element = value.type.tensor_type.elem_type
-        dtype = _DTYPES.get(element) or onnx.TensorProto.DataType.Name(element).lower()
+        dtype = ELEMENT_TYPES.get(element)
+        if dtype is None:
+            raise ExportError(
+                f"{file}: '{value.name[:40]}' has the element type {element}, which ONNX does not "
+                "define.",
+                do="The file is faulty or malicious: export the model again.",
+            )
         specs.append({"name": value.name, "dtype": dtype, "dims": _dims(value)})
     try:
         return _SPECS.validate_python(specs)

@@ -23,8 +23,10 @@ from enginery.core.errors import ExportError, OptionError, SourceError, Untruste
 from enginery.core.home import store_log
 from enginery.core.model.onnx_structure import read_structure
 from enginery.core.model.source import ModelSource, resolve_source
+from enginery.core.paths import list_tree
 from enginery.core.progress import SILENT, Progress
-from enginery.core.subprocess import run_in_subprocess
+from enginery.core.resource_limits import ResourceLimits
+from enginery.core.subprocess import Supervision, run_in_subprocess
 from enginery.export.config import DEFAULT_OPSET, ExportConfig
 
 STAGE = "export"
@@ -197,6 +199,16 @@ def _run_worker(request: WorkerRequest, name: str, progress: Progress) -> Worker
             log=store_log(f"export-{name}.log"),
             description=f"exporting {name}",
             error_classes=(ExportError, OptionError, SourceError, UntrustedModelError),
-            on_phase=on_phase,
+            supervision=Supervision(on_phase, _limits(request)),
         )
     return WorkerResult(**result)
+
+
+def _limits(request: WorkerRequest) -> ResourceLimits:
+    """Return what the child may use, which follows from the size of the source."""
+    path = Path(request.path)
+    if request.kind == "onnx":
+        return ResourceLimits.of_graph_file(path, error=SourceError)
+    directories = [path, Path(request.vocoder)] if request.vocoder else [path]
+    files = [file for directory in directories for file in list_tree(directory) if file.is_file()]
+    return ResourceLimits.of_checkpoint(file_bytes=sum(file.stat().st_size for file in files))

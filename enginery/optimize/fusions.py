@@ -12,7 +12,8 @@ from enginery.core.artifact.artifact import Artifact, link_or_copy
 from enginery.core.artifact.external_data import load_graph
 from enginery.core.errors import ExportError
 from enginery.core.home import store_log
-from enginery.core.subprocess import run_in_subprocess
+from enginery.core.resource_limits import ResourceLimits
+from enginery.core.subprocess import Supervision, run_in_subprocess
 
 
 def fuse_graphs(artifact: Artifact, level: str, out: Path) -> tuple[list[str], int]:
@@ -40,6 +41,11 @@ def fuse_graphs(artifact: Artifact, level: str, out: Path) -> tuple[list[str], i
         log=log,
         description=f"fusing {artifact.name}",
         error_classes=(ExportError,),
+        supervision=Supervision(
+            limits=ResourceLimits.of_checkpoint(
+                file_bytes=sum(artifact.graph_bytes(graph) for graph in artifact.manifest.graphs)
+            )
+        ),
     )
     if missing := [file for file in files if not (fused / file).is_file()]:
         raise ExportError(

@@ -30,6 +30,7 @@ from enginery.core.errors import (
     RejectedArtifactError,
 )
 from enginery.core.json_file import json_bytes
+from enginery.core.model.onnx_structure import read_structure
 from enginery.core.paths import portable_name
 from enginery.publish.card.figures import Reports, metrics
 from enginery.publish.card.model_card import CardFacts, model_card
@@ -104,6 +105,8 @@ class Package:
                 do=f"Remove {CARD} from the source, and export the model again.",
             )
         variants = read_variants(opened)
+        for other in (opened, *variants.values()):
+            _require_own_graphs(other)
         problem = require_validated(opened, allow_failed=config.allow_failed)
         for variant, other in variants.items():
             if variant_problem := require_validated(other, allow_failed=config.allow_failed):
@@ -173,6 +176,16 @@ class Package:
                 "source cannot be read.",
                 do="Publish it from a machine that can read the source.",
             )
+
+
+def _require_own_graphs(artifact: Artifact) -> None:
+    """Raise ArtifactError if a graph has other inputs or outputs than the manifest says.
+
+    A card, a registry's signature and a server are made from the manifest.
+    """
+    for record in artifact.manifest.graphs:
+        path = artifact.path / record.file
+        record.require_interface(path, *read_structure(path).interface())
 
 
 def resolve_rights(artifact: Artifact, config: PublishConfig) -> SourceCard:

@@ -45,6 +45,7 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.closing import Closeable
 from enginery.core.errors import EngineryError, InputError, SourceError
 from enginery.core.model.feeds import Feeds
+from enginery.core.resource_limits import ResourceLimits, limited_call, read_sizes
 from enginery.core.temporary import temporary_directory
 from enginery.passes.cast.low_precision import read_values
 from enginery.passes.cast.simulation import simulate_cast
@@ -85,6 +86,8 @@ class SourceFile(Closeable):
         """
         self._outputs = [spec.name for spec in record.outputs]
         self._noise, self._seed = noise, seed
+        self._path = path
+        self._file_bytes, _ = read_sizes(path)
         with temporary_directory("source") as scratch:
             file = _with_noise(path, scratch / "model.onnx", noise, seed)
             # Without optimizations: a fusion that is wrong would be wrong on both sides.
@@ -115,7 +118,9 @@ class SourceFile(Closeable):
         """
         names = [name for name in self._outputs if name in self._found]
         try:
-            values = self._session.run(names, self._feeds(feeds))
+            arrays = self._feeds(feeds)
+            with limited_call(self._path, lambda: ResourceLimits.of_run(self._file_bytes, arrays)):
+                values = self._session.run(names, arrays)
         except Exception as error:  # ONNX Runtime raises many unrelated types
             shapes = ", ".join(f"{name} {array.shape}" for name, array in feeds.items())
             first = str(error).strip().partition("\n")[0]

@@ -37,6 +37,7 @@ from enginery.serve.config import ServeConfig
 from enginery.validate.config import ValidateConfig
 from tests.core.artifacts import edit_manifest, make
 from tests.engine.made import engine_record, write_engine
+from tests.export.test_onnx_file import linear
 from tests.terminal import in_pipe, on_terminal, start
 from tests.tiny import TEXT
 
@@ -867,10 +868,45 @@ def test_reader_that_goes_away_does_not_change_the_answer(artifact):
 
 
 def test_full_disk_under_the_output_is_an_error_in_words():
+    expected = b"error: standard output cannot be written: No space left on device.\n"
     for words in (("store", "path"), ("store", "path", "--json")):
         with Path("/dev/full").open("wb") as full, start(*words, stdout=full.fileno()) as child:
             err = child.stderr.read()
-        assert (child.returncode, err) == (2, b"error: No space left on device.\n")
+        assert (child.returncode, err) == (2, expected)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("export", "b\udcff.onnx", "out"),
+        ("export", "m.onnx", "--out=d\udcff"),
+        ("inspect", "d\udcff"),
+        ("predict", "m", "--input", "\udcff.csv", "--out", "x.csv"),
+        ("lint", "b\udcff.onnx"),
+    ],
+)
+def test_name_that_is_not_utf8_is_an_error_in_words(cli, words):
+    status, _, err = cli(*words)
+    assert status == 2
+    assert re.fullmatch(r"error: the name '.*\\xff.*' is not valid UTF-8\. Rename .*\n", err)
+
+
+def test_working_directory_that_is_not_utf8_is_an_error_in_words(cli, tmp_path, monkeypatch):
+    directory = Path(os.fsdecode(os.fsencode(tmp_path) + b"/d\xff"))
+    directory.mkdir()
+    linear(directory / "m.onnx")
+    monkeypatch.chdir(directory)
+    status, _, err = cli("export", "m.onnx", "out")
+    assert status == 2
+    assert re.search(r"the name '.*d\\xff/m\.onnx' is not valid UTF-8", err)
+
+
+def test_file_of_a_model_whose_name_is_not_utf8_is_named(cli, tiny, tmp_path):
+    shutil.copytree(tiny, tmp_path / "m")
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/m/a\xff.json")).write_text("{}")
+    status, _, err = cli("export", tmp_path / "m", tmp_path / "out")
+    assert status == 2
+    assert re.search(r"the name '.*/m/a\\xff\.json' is not valid UTF-8", err)
 
 
 def test_interrupt_is_status_130_without_traceback_and_leaves_no_exporter(tiny, tmp_path):

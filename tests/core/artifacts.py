@@ -71,6 +71,22 @@ def make(out: Path, *, graph: bytes = b"graph", fingerprint: Fingerprint = FINGE
     return Artifact.open(out)
 
 
+def publishable(out: Path, *, graph: bytes = b"graph") -> Artifact:
+    """Return an artifact whose graph has the inputs and outputs that the manifest says."""
+    from onnx import TensorProto, helper
+
+    values = helper.make_tensor_value_info
+    model = helper.make_model(
+        helper.make_graph(
+            [],
+            graph.decode(),
+            [values("input_ids", TensorProto.INT64, ["batch", "sequence"])],
+            [values("logits", TensorProto.FLOAT, ["batch", 2])],
+        )
+    )
+    return make(out, graph=model.SerializeToString())
+
+
 def made_for(artifact, out, *, precision="int8", residual="fp32", target="tensorrt"):
     """Copy an artifact, and let its manifest say how it was quantized."""
     shutil.copytree(artifact.path, out)

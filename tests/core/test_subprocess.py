@@ -13,6 +13,7 @@ import pytest
 
 from enginery.core.errors import ExportError, ShapeError, SourceError
 from enginery.core.subprocess import (
+    Supervision,
     WorkerProcess,
     describe_exit,
     run_in_subprocess,
@@ -92,7 +93,7 @@ def run(modules, do, error_classes=(ExportError,), **options):
 
 def test_answer_comes_back_and_what_is_said_is_heard_or_logged(modules):
     phases = []
-    assert run(modules, "double", on_phase=phases.append) == {"value": 42}
+    assert run(modules, "double", supervision=Supervision(phases.append)) == {"value": 42}
     assert phases == ["doubling"]
     assert (modules / "logs" / "child.log").read_text() == "a warning\n"
 
@@ -124,11 +125,11 @@ def test_crash_message_names_the_signal_the_log_and_its_last_line(modules):
 
 @pytest.mark.parametrize("file", ["request.json", "result.json"])
 def test_file_that_the_child_cannot_use_is_named_with_the_cause(modules, monkeypatch, file):
-    def removing_it_first(module, *arguments, on_line):
+    def removing_it_first(module, *arguments, **options):
         path = next(Path(word) for word in arguments if word.endswith(file))
         path.unlink(missing_ok=True)
         path.mkdir()
-        return run_module(module, *arguments, on_line=on_line)
+        return run_module(module, *arguments, **options)
 
     monkeypatch.setattr("enginery.core.subprocess.run_module", removing_it_first)
     with pytest.raises(ExportError, match=rf"Is a directory: \S*{file}"):

@@ -38,7 +38,7 @@ from enginery.publish.stage import run as publish
 from enginery.publish.targets.folder import find_damage, read_aliases, read_versions
 from enginery.runtime import torch_reference
 from enginery.stages import run_cached
-from tests.core.artifacts import FINGERPRINT, make, manifest, validated, verdict
+from tests.core.artifacts import FINGERPRINT, make, manifest, publishable, validated, verdict
 from tests.export.test_onnx_file import linear
 
 OTHER = Fingerprint("export", {"model": "org/name", "opset": "17"})
@@ -281,7 +281,7 @@ class Publish(Scenario):
     name, step = "publish", 15
 
     def prepare(self, root: Path) -> None:
-        validated(make(root / "artifact"), report=b"{}")
+        validated(publishable(root / "artifact"), report=b"{}")
 
     def run(self, root: Path) -> None:
         config = PublishConfig(name="m", alias="best")
@@ -308,7 +308,7 @@ class PublishSecond(Publish):
     def prepare(self, root: Path) -> None:
         super().prepare(root)
         super().run(root)
-        made = make(root / "artifact", graph=b"newer")
+        made = publishable(root / "artifact", graph=b"newer")
         validated(made, report=b"{}")
 
 

@@ -16,12 +16,20 @@ import pytest
 from enginery.core.errors import EngineryError
 from enginery.publish.config import PublishConfig
 from enginery.publish.stage import run as publish
-from tests.core.artifacts import FINGERPRINT, make, validated
+from tests.core.artifacts import FINGERPRINT, publishable, validated
 from tests.export.test_onnx_file import linear
 from tests.faults.file_operations import FailFrom, FileOperations
 from tests.faults.scenarios import obtain, stored
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals and /proc")
+
+
+@pytest.fixture(autouse=True)
+def default_hangup():
+    """Let commands start with SIGHUP's default action; `nohup make test` would pass on its own."""
+    previous = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, previous)
 
 
 def start_export(root, *, before=()):
@@ -132,7 +140,7 @@ def test_clock_that_goes_backwards_changes_no_result(sandbox, monkeypatch):
     obtain(FINGERPRINT)
     assert stored() == found
     for number in range(3):
-        artifact = validated(make(root / "artifact", graph=b"%d" % number), report=b"{}")
+        artifact = validated(publishable(root / "artifact", graph=b"%d" % number), report=b"{}")
         published = publish(artifact, str(root / "registry"), PublishConfig(name="m"))
         assert published.version == str(number + 1)
         assert (root / "registry" / "m" / "latest").readlink().name == published.version

@@ -1,5 +1,7 @@
 """The model card: metadata, text, and snippets that run."""
 
+import ast
+import json
 import math
 import re
 from dataclasses import replace
@@ -12,6 +14,7 @@ from markdown_it import MarkdownIt
 from enginery.core.accuracy import AccuracyMetrics, measure_accuracy
 from enginery.core.artifact.artifact import Artifact, commit_artifact
 from enginery.core.artifact.manifest import SourceRecord
+from enginery.core.errors import ArtifactError
 from enginery.core.shapes import TensorSpec
 from enginery.publish.card import source as card_source
 from enginery.publish.card.figures import Reports, metrics
@@ -25,6 +28,7 @@ from enginery.publish.card.snippets import loading_snippets, optimum_loader
 from enginery.publish.card.source import SourceCard, parse_card, read_source_card
 from enginery.publish.config import PublishConfig
 from enginery.publish.layout import arrange
+from enginery.publish.package import Package
 from enginery.reports.quantization import (
     CalibrationRecord,
     LayerCounts,
@@ -39,7 +43,7 @@ from enginery.reports.validation import (
 )
 from enginery.reports.weights import WeightMetrics
 from tests.bench.sample_results import make_backend_record, make_case, make_result
-from tests.core.artifacts import make, validated, verdict
+from tests.core.artifacts import edit_manifest, publishable, validated, verdict
 from tests.engine.made import engine_record
 from tests.engine.products import product
 from tests.export.test_sentence_modules import add_modules
@@ -137,7 +141,7 @@ BENCHMARK = make_result(
 
 @pytest.fixture
 def artifact(tmp_path):
-    return validated(make(tmp_path / "artifact"), summary="all agree", report=b"{}")
+    return validated(publishable(tmp_path / "artifact"), summary="all agree", report=b"{}")
 
 
 @pytest.fixture
@@ -593,13 +597,13 @@ def run_snippets(artifact, name, task, tmp_path, monkeypatch, capsys):
 
 
 def test_snippet_of_a_failed_artifact_allows_it(tmp_path):
-    made = with_files(make(tmp_path / "artifact"), "tokenizer.json")
+    made = with_files(publishable(tmp_path / "artifact"), "tokenizer.json")
     failed = made.annotate(verdict(passed=False), b"{}")
     assert "allow_failed=True" in loading_snippets(failed, "m")["enginery"]
 
 
 def test_snippets_need_the_files_that_prepare_inputs(tmp_path):
-    bare = make(tmp_path / "artifact")
+    bare = publishable(tmp_path / "artifact")
     assert list(loading_snippets(bare, "m")) == ["onnxruntime"]
     assert "enginery" in loading_snippets(with_files(bare, "tokenizer.json"), "m")
     (spec,) = bare.manifest.graphs[0].inputs
@@ -625,3 +629,65 @@ def test_long_section_of_the_source_card_is_shortened():
     (text,) = [text for _, text in found.sections]
     assert len(text) <= card_source._SECTION_CHARACTERS + 50
     assert text.endswith("(Shortened.)")
+
+
+CODE = 'int64) if not __import__("os").system("touch canary") else (0'
+"""What `np.array(…, dtype=np.CODE)` would have run."""
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("dtype", CODE),
+        ("dtype", "int64\n"),
+        ("dtype", "int65"),
+        ("precision", CODE),
+        ("target", "onnx`](x)"),
+    ],
+)
+def test_text_of_a_manifest_is_one_of_a_list(tmp_path, key, value):
+    artifact = publishable(tmp_path / "artifact")
+    graphs = json.loads((artifact.path / "manifest.json").read_text())["graphs"]
+    changes = {"graphs": graphs} if key == "dtype" else {key: value}
+    if key == "dtype":
+        graphs[0]["inputs"][0]["dtype"] = value
+    edit_manifest(artifact.path, **changes)
+    with pytest.raises(ArtifactError, match=key):
+        Artifact.open(artifact.path)
+
+
+@pytest.mark.parametrize(
+    ("role", "change"),
+    [
+        ("inputs", {"dtype": "float32"}),
+        ("inputs", {"dims": ["batch", 7, 7]}),
+        ("inputs", {"name": "ids"}),
+        ("outputs", {"dims": ["batch", 3]}),
+    ],
+)
+def test_manifest_that_contradicts_its_graph_is_not_published(tmp_path, role, change):
+    artifact = publishable(tmp_path / "artifact")
+    graphs = json.loads((artifact.path / "manifest.json").read_text())["graphs"]
+    graphs[0][role][0] |= change
+    edit_manifest(artifact.path, graphs=graphs)
+    with pytest.raises(ArtifactError, match=r"model\.onnx.*(differs from manifest|manifest.*says)"):
+        Package.of(artifact, PublishConfig(allow_failed=True), tmp_path / "scratch")
+
+
+@pytest.mark.parametrize(
+    "word", ['x"]); boom(); ("', "```\n# boom", "{{ 7 * 7 }}", "\\", "a\u2028b"]
+)
+def test_names_are_quoted_in_every_snippet(tmp_path, word):
+    """Snippets are parsed: each of these words is a string in them, and never code."""
+    artifact = with_files(publishable(tmp_path / "artifact"), "tokenizer.json")
+    code = loading_snippets(artifact, word)
+    assert "onnxruntime" in code
+    for snippet in code.values():
+        texts = [n.value for n in ast.walk(ast.parse(snippet)) if isinstance(n, ast.Constant)]
+        assert any(str(text).startswith(word) for text in texts)
+        calls = {
+            n.func.id
+            for n in ast.walk(ast.parse(snippet))
+            if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
+        }
+        assert "boom" not in calls

@@ -5,13 +5,13 @@ import json
 import pytest
 
 from enginery.core.artifact.artifact import Artifact
-from tests.core.artifacts import make, validated
+from tests.core.artifacts import publishable, validated
 from tests.terminal import in_pipe
 
 
 @pytest.fixture
 def artifact(tmp_path):
-    made = validated(make(tmp_path / "artifact"))
+    made = validated(publishable(tmp_path / "artifact"))
     return made.path
 
 
@@ -28,7 +28,7 @@ def test_publish_prints_the_address_that_pull_takes(artifact, tmp_path):
 
 
 def test_errors_are_status_2_with_the_remedy(tmp_path):
-    bare = make(tmp_path / "bare").path
+    bare = publishable(tmp_path / "bare").path
     done = in_pipe("publish", bare, tmp_path / "registry")
     assert done.status == 2
     assert "it was never validated" in done.err

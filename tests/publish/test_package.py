@@ -12,7 +12,7 @@ from enginery.core.paths import is_portable_name, portable_name
 from enginery.publish.config import PublishConfig
 from enginery.publish.package import Package
 from enginery.publish.publication import Publication
-from tests.core.artifacts import make, validated, verdict
+from tests.core.artifacts import publishable, validated, verdict
 from tests.engine.made import PLAN, with_engines
 from tests.engine.products import product
 
@@ -22,7 +22,7 @@ CONFIG = PublishConfig(license="mit")
 @pytest.fixture
 def artifact(tmp_path):
     """Return a complete and validated artifact."""
-    return validated(make(tmp_path / "minilm"))
+    return validated(publishable(tmp_path / "minilm"))
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_changed_file_of_equal_size_and_times_is_an_error_with_its_name(artifact
 
     model = artifact.path / "model.onnx"
     before = model.stat()
-    model.write_bytes(b"grapH")
+    model.write_bytes(model.read_bytes().replace(b"graph", b"grapH"))
     os.utime(model, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(ArtifactError, match=r"model\.onnx was altered"):
         packed(artifact)
@@ -104,7 +104,7 @@ def test_changed_engine_is_an_error_with_its_name(tmp_path, packed):
             lambda a: a.annotate(verdict(passed=False, summary="2 differ"), b"{}"),
             "failed: 2 differ",
         ),
-        (lambda a: make(a.path.with_name("never")), "it was never validated"),
+        (lambda a: publishable(a.path.with_name("never")), "it was never validated"),
         (
             lambda a: a.annotate(
                 verdict().model_copy(update={"fields": {"artifact": "0" * 64}}), b"{}"
@@ -199,7 +199,7 @@ def test_dates_and_durations_are_not_content(artifact, packed):
 
 
 def test_graph_verdict_benchmark_and_licence_are_content(artifact, packed, tmp_path):
-    other = validated(make(tmp_path / "other", graph=b"another"))
+    other = validated(publishable(tmp_path / "other", graph=b"another"))
     changed = [
         packed(artifact),
         packed(other),

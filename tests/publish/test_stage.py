@@ -18,14 +18,14 @@ from enginery.publish.config import PublishConfig
 from enginery.publish.destination import open_destination
 from enginery.publish.targets.folder import FolderRegistry
 from enginery.runtime.tensorrt.library import has_tensorrt
-from tests.core.artifacts import make, validated
+from tests.core.artifacts import publishable, validated
 from tests.engine.conftest import build_config
 from tests.engine.products import product
 
 
 @pytest.fixture
 def artifact(tmp_path):
-    return validated(make(tmp_path / "artifact"))
+    return validated(publishable(tmp_path / "artifact"))
 
 
 class Said:
@@ -138,7 +138,7 @@ def with_a_card(tmp_path):
     source.mkdir()
     for name, text in (("config.json", "{}"), ("model.safetensors", "x"), ("README.md", CARD)):
         (source / name).write_text(text)
-    made = make(tmp_path / "artifact")
+    made = publishable(tmp_path / "artifact")
     record = resolve_source(str(source)).record
     commit_artifact(made.path, made.manifest.model_copy(update={"source": record}))
     return validated(Artifact.open(made.path))
@@ -163,7 +163,8 @@ def test_rights_of_another_model_are_not_used(with_a_card, tmp_path):
 
     pulled = pull_model(publish_model(with_a_card, tmp_path / "r").url, tmp_path / "pulled")
     (tmp_path / "source").rename(tmp_path / "gone")
-    (pulled.path / "model.onnx").write_bytes(b"another")
+    graph = pulled.path / "model.onnx"
+    graph.write_bytes(graph.read_bytes().replace(b"graph", b"other"))
     commit_artifact(pulled.path, pulled.manifest)
     changed = validated(Artifact.open(pulled.path))
     published = publish_model(changed, tmp_path / "registry")
@@ -209,7 +210,7 @@ def test_publishing_does_not_change_the_artifact(artifact, tmp_path):
 
 
 def test_pull_reports_a_version_that_was_not_validated(tmp_path):
-    bare = make(tmp_path / "bare")
+    bare = publishable(tmp_path / "bare")
     published = publish_model(bare, tmp_path / "registry", allow_failed=True)
     said = Said()
     pull_model(published.url, tmp_path / "out", progress=said)

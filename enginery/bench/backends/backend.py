@@ -16,6 +16,7 @@ from enginery.core.artifact.fingerprint import runtime_version
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import EngineryError, InputError, ProviderError
 from enginery.core.model.feeds import Feeds
+from enginery.core.resource_limits import ResourceLimits, limited_call, read_sizes
 from enginery.core.shapes import choose_profile
 from enginery.runtime.engines.padding import dim_sizes
 from enginery.runtime.engines.selection import choose_with_engines, reachable_profile, wrapper_path
@@ -153,7 +154,7 @@ class OrtSessionBackend:
         )
         paths: list[Path] = [wrapper_path(engine) for engine in engines]
         paths = paths or [artifact.path / record.file]
-        self._record = record
+        self._record, self._graph_bytes = record, read_sizes(artifact.path / record.file)[0]
         self._profiles = [reachable_profile(engine.record) for engine in engines]
         self._sessions = [open_session(path, chosen, threads=options.threads) for path in paths]
         self._shrink = bool(plan["shrink_arena"])
@@ -167,12 +168,14 @@ class OrtSessionBackend:
         """Choose the engine, and return a function that calls `session.run`."""
         session = self.session_for(feeds)
         names = [spec.name for spec in self._record.outputs]
+        limits = ResourceLimits.of_run(self._graph_bytes, feeds)
         # `session.run` does not accept None as run options.
         extra = [run_options(shrink_config(session))] if self._shrink else []
 
         def run() -> object:
             try:
-                return session.run(names, feeds, *extra)
+                with limited_call(self._record.file, lambda: limits):
+                    return session.run(names, feeds, *extra)
             except Exception as error:  # ONNX Runtime raises many unrelated types
                 shapes = ", ".join(f"{name} {array.shape}" for name, array in feeds.items())
                 raise InputError(f"the graph fails on {shapes}: {error}") from error

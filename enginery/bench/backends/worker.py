@@ -36,6 +36,7 @@ from enginery.core.artifact.artifact import Artifact  # noqa: E402
 from enginery.core.artifact.manifest import GraphRecord, Manifest  # noqa: E402
 from enginery.core.errors import ProviderError  # noqa: E402
 from enginery.core.extras import missing_packages_as_errors  # noqa: E402
+from enginery.core.resource_limits import watching_own_calls  # noqa: E402
 from enginery.core.subprocess import (  # noqa: E402
     WorkerResult,
     peak_rss_bytes,
@@ -220,5 +221,12 @@ class BenchmarkWorker:
         return self._run
 
 
+def _end(message: str) -> None:
+    """End the process with the last line of its log, which the command repeats."""
+    os.write(2, f"{message}\n".encode())
+    os._exit(1)
+
+
 if __name__ == "__main__":
-    serve_requests(BenchmarkWorker().answer)
+    with watching_own_calls(_end):
+        serve_requests(BenchmarkWorker().answer)

@@ -39,7 +39,7 @@ from enginery.core.artifact.staging import (
 from enginery.core.durable import make_directory
 from enginery.core.errors import ArtifactError, RejectedArtifactError, os_errors_as
 from enginery.core.json_file import first_problem, parse_json, read_document, verify_checksum
-from enginery.core.paths import list_tree, resolve_inside
+from enginery.core.paths import list_tree, require_utf8, resolve_inside
 from enginery.core.temporary import locked_beside, write_atomically
 
 __all__ = [
@@ -82,6 +82,7 @@ class Artifact:
                 or one of its files is missing, truncated or altered; the message names the file.
         """
         path = Path(path)
+        require_utf8(path, error=ArtifactError)
         with os_errors_as(ArtifactError, f"{path} cannot be read"):
             for attempt in range(_OPEN_ATTEMPTS):
                 manifest = _read_manifest(path)

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from enginery.core.artifact.fingerprint import combined_sha256
 from enginery.core.artifact.manifest import Count, FileRecord, GraphRecord, RelativePath
@@ -29,7 +29,7 @@ from enginery.core.json_file import (
     verify_checksum,
 )
 from enginery.core.paths import list_directory, resolve_inside
-from enginery.core.shapes import TensorSpec
+from enginery.core.shapes import TensorSpec, one_of
 
 ENGINES = "engines"
 ENGINE_FILE = "engine.json"
@@ -38,6 +38,14 @@ _KEY_DIGITS = 16
 
 LayerKind = Literal["gemm", "convolution", "attention", "other"]
 """Type of a layer, independent of TensorRT's names."""
+
+
+FlavorName = Annotated[str, Field(pattern=one_of("tensorrt", "tensorrt-rtx"))]
+Compatibility = Annotated[
+    str, Field(pattern=one_of("none", "ampere-plus", "same-compute-capability"))
+]
+Capability = Annotated[str, Field(pattern=r"^[0-9]{1,2}\.[0-9]$")]
+"""A compute capability, `8.9`."""
 
 
 class _Record(BaseModel):
@@ -106,14 +114,14 @@ class EngineRecord(_Record):
     """The content of `engine.json`: one plan of one graph."""
 
     schema_version: Literal[1] = SCHEMA_VERSION
-    flavor: str
+    flavor: FlavorName
     """`tensorrt` or `tensorrt-rtx`."""
     tensorrt: str
     """Version of TensorRT; a plan runs only with this one, unless it is `version_compatible`."""
-    capabilities: tuple[str, ...]
+    capabilities: tuple[Capability, ...]
     """Compute capabilities that it was built for, such as `8.9`; empty for a portable plan."""
     gpu: GpuRecord = GpuRecord()
-    hardware_compatibility: str = "none"
+    hardware_compatibility: Compatibility = "none"
     """Classic TensorRT: `none`, `ampere-plus` or `same-compute-capability`."""
     version_compatible: bool = False
     """Classic TensorRT: the plan also runs with later minor versions of the same major version."""

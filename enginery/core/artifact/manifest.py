@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -23,10 +23,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from enginery.core.artifact.fingerprint import Fingerprint
 from enginery.core.artifact.staging import MANIFEST
+from enginery.core.errors import ArtifactError
 from enginery.core.json_file import CHECKSUM_KEY, append_checksum, verify_checksum
 from enginery.core.options import changed_options, options_dict
 from enginery.core.paths import require_relative_path, source_name
-from enginery.core.shapes import TensorSpec
+from enginery.core.shapes import TensorSpec, one_of
 
 SCHEMA_VERSION: Literal[2] = 2
 
@@ -41,6 +42,10 @@ def _require_below_reports(name: str) -> str:
 
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 """A size in bytes or a number of items, which fits into a signed 64-bit integer."""
+
+Precision = Annotated[str, Field(pattern=one_of("fp32", "fp16", "bf16", "fp64", "int8", "fp8"))]
+Residual = Annotated[str, Field(pattern=one_of("", "fp32", "fp16", "bf16"))]
+Target = Annotated[str, Field(pattern=one_of("onnx", "cuda", "tensorrt", "cpu"))]
 
 RelativePath = Annotated[str, AfterValidator(require_relative_path)]
 """A normalized relative path, with `/` between its parts."""
@@ -100,6 +105,61 @@ class GraphRecord(_Record):
     """Sizes of dims that need more than a few elements, as the graph was traced: audio samples."""
     padding: PaddingRecord | None = None
     """How texts are padded; None if it was not measured: the model's files say it then."""
+
+    def require_interface(
+        self, path: Path, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
+    ) -> None:
+        """Check that the inputs and outputs of a file are those of this record.
+
+        Names, dtypes, ranks and fixed sizes are compared, but not the names of dims. The manifest
+        may fix a size that is dynamic in the graph, and ONNX Runtime may know the rank or a size of
+        an output that the manifest does not have.
+
+        Args:
+            path: the file, for the message.
+            inputs: its inputs; `?` stands for a dim without a name.
+            outputs: its outputs; one without dims may have any rank.
+
+        Raises:
+            ArtifactError: they differ; the message has the tensor.
+        """
+        for kind, values, specs in (
+            ("input", inputs, self.inputs),
+            ("output", outputs, self.outputs),
+        ):
+            actuals = {value.name: value for value in values}
+            expected = {spec.name: spec for spec in specs}
+            if set(actuals) != set(expected):
+                raise ArtifactError(
+                    f"{path} has the {kind}s {_listed(actuals)}; "
+                    f"{MANIFEST} says {_listed(expected)}.",
+                    do=_OTHER_GRAPH,
+                )
+            for name, spec in expected.items():
+                actual = actuals[name]
+                same_dims = _same_dims(actual, spec, exact=kind == "input")
+                if actual.dtype != spec.dtype or not same_dims:
+                    raise ArtifactError(
+                        f"{path}: the {kind} {actual} differs from {MANIFEST}, which says {spec}.",
+                        do=_OTHER_GRAPH,
+                    )
+
+
+_OTHER_GRAPH = "The manifest belongs to another graph; make the artifact again."
+
+
+def _same_dims(actual: TensorSpec, spec: TensorSpec, *, exact: bool) -> bool:
+    """Return True if ranks and fixed sizes match; unless `exact`, unknown ones are ignored."""
+    if not exact and not (actual.dims and spec.dims):
+        return True  # an unknown rank is written as no dims
+    return len(actual.dims) == len(spec.dims) and all(
+        a == b if isinstance(a, int) and isinstance(b, int) else isinstance(a, str) or not exact
+        for a, b in zip(actual.dims, spec.dims, strict=True)
+    )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "(none)"
 
 
 class StageRecord(_Record):
@@ -210,11 +270,11 @@ class Manifest(_Record):
     task: str
     model_type: str
     library: str
-    precision: str
+    precision: Precision
     """fp32, fp16, bf16, int8 or fp8: the type in which the weights are multiplied."""
-    residual: str = ""
+    residual: Residual = ""
     """fp32 or fp16: the type of a quantized graph's float tensors; empty if it is not quantized."""
-    target: str
+    target: Target
     """`onnx` for a plain export; `optimize` and `quantize` set cuda, tensorrt or cpu."""
     trust_remote_code: bool = False
     """True if the export was allowed to run the model's own code. This grants no permission."""

@@ -76,8 +76,8 @@ def _still_there(directory: Path) -> Iterator[None]:
         if directory.is_dir():
             raise
         raise ArtifactError(
-            f"{directory.parent} was removed while the artifact was written into it.",
-            do="Run the command again.",
+            f"{directory.parent} was removed while the command wrote to it.",
+            do="Run it again, and keep --out and ENGINERY_HOME until it ends.",
         ) from error
 
 

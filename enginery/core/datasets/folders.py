@@ -15,7 +15,7 @@ from typing import Literal
 from enginery.core.datasets.arrow_arrays import to_arrow
 from enginery.core.datasets.batches import Item, ReadOptions, RowBatch, escape_invalid
 from enginery.core.errors import InputError
-from enginery.core.paths import list_tree
+from enginery.core.paths import list_tree, require_utf8
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3")
@@ -61,6 +61,8 @@ def list_media(path: Path, kind: MediaKind, *, rows: int) -> list[Path]:
     # macOS creates hidden files `._photo.jpg`, which are not images.
     files = (p for p in list_tree(path) if p.suffix.lower() in suffixes and p.is_file())
     media = sorted(p for p in files if not p.name.startswith("."))
+    for file in media:
+        require_utf8(file, error=InputError)
     if not media:
         raise InputError(f"data '{path}' has no {kind}; known suffixes: {', '.join(suffixes)}.")
     return take_evenly(media, rows)

@@ -13,11 +13,12 @@ start, no further than needed. The package `datasets` is not imported.
 
 from __future__ import annotations
 
+import math
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -281,13 +282,40 @@ def _load_arrays(path: Path, names: Sequence[str]) -> dict[str, Any]:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
         return {names[0] if len(names) == 1 else path.stem: array}
     with zipfile.ZipFile(path) as archive:
-        size = sum(member.file_size for member in archive.infolist())
+        members = archive.infolist()
+        size = sum(member.file_size for member in members)
     if size > _ARRAY_BYTES:
         raise ValueError(
             f"its arrays have {size:,} bytes, expected at most {_ARRAY_BYTES:,}; save fewer rows"
         )
+    with zipfile.ZipFile(path) as archive:
+        for member in members:
+            with archive.open(member) as stream:
+                _check_array_size(member, stream)
     with np.load(path, allow_pickle=False) as arrays:
         return {name: arrays[name] for name in arrays.files}
+
+
+def _check_array_size(member: zipfile.ZipInfo, stream: IO[bytes]) -> None:
+    """Raise ValueError if an array's header says more bytes than the member has.
+
+    numpy allocates what the header says before it reads.
+    """
+    if not member.filename.endswith(".npy"):
+        return
+    version = np.lib.format.read_magic(stream)
+    if version == (1, 0):
+        shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+    elif version == (2, 0):
+        shape, _, dtype = np.lib.format.read_array_header_2_0(stream)
+    else:
+        raise ValueError(f"{member.filename} has the version {version}, expected 1.0 or 2.0")
+    needed, left = math.prod(shape) * dtype.itemsize, member.file_size - stream.tell()
+    if needed > left and not dtype.hasobject:
+        raise ValueError(
+            f"{member.filename} has the shape {shape} of {dtype}, which needs {needed} bytes; "
+            f"found {left}"
+        )
 
 
 def _values(reader: DatasetReader, path: Path) -> Iterator[Values]:

@@ -18,16 +18,21 @@ import re
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
 from enginery.core.errors import ArtifactError, EngineryError
 from enginery.core.json_file import require_regular_file
+from enginery.core.shapes import TensorSpec
 
 MAX_FIELDS = 5_000_000
 """Largest number of protobuf fields in one file; a decoder of 10,000 nodes has 200,000."""
 MAX_NODES = 1_000_000
-"""Largest number of nodes and graphs; two bytes in a file become hundreds in memory."""
+"""Largest number of nodes and graphs, also after each call of a function is replaced by its body;
+two bytes in a file become hundreds in memory, and thirty short functions a billion nodes."""
+MAX_CALLS = 100
+"""Deepest nesting of functions that call functions; readers of graphs follow them by recursion."""
 MAX_PARTS = 2_000_000
 """Largest number of attributes and tensors."""
 MAX_DEPTH = 33
@@ -68,6 +73,39 @@ BITS = {
     26: 2,
 }
 """TensorProto.DataType -> bits of one element; strings (8) have no fixed size."""
+ELEMENT_TYPES = {
+    1: "float32",
+    2: "uint8",
+    3: "int8",
+    4: "uint16",
+    5: "int16",
+    6: "int32",
+    7: "int64",
+    8: "string",
+    9: "bool",
+    10: "float16",
+    11: "float64",
+    12: "uint32",
+    13: "uint64",
+    14: "complex64",
+    15: "complex128",
+    16: "bfloat16",
+    17: "float8e4m3fn",
+    18: "float8e4m3fnuz",
+    19: "float8e5m2",
+    20: "float8e5m2fnuz",
+    21: "uint4",
+    22: "int4",
+    23: "float4e2m1",
+    24: "float8e8m0",
+    25: "uint2",
+    26: "int2",
+    27: "float6e2m3",
+    28: "float6e3m2",
+}
+"""TensorProto.DataType -> name of the dtype; see `core.shapes.DTYPES`."""
+_TYPE_ATTRIBUTES = ("to", "dtype", "output_dtype", "output_datatype")
+"""Attributes of ONNX's operators that hold a TensorProto.DataType."""
 _STRUCT = {1: "f", 6: "i", 7: "q", 11: "d"}
 """TensorProto.DataType of sizes and scales -> format character of the module struct."""
 
@@ -95,11 +133,15 @@ class _Field:
     OPSET_DOMAIN = _tag(1, _LEN)
     OPSET_VERSION = _tag(2, _VARINT)
 
+    FUNCTION_NAME = _tag(1, _LEN)
     FUNCTION_NODE = _tag(7, _LEN)
+    FUNCTION_DOMAIN = _tag(10, _LEN)
+    FUNCTION_OVERLOAD = _tag(13, _LEN)
 
     GRAPH_NODE = _tag(1, _LEN)
     GRAPH_INITIALIZER = _tag(5, _LEN)
     GRAPH_INPUT = _tag(11, _LEN)
+    GRAPH_OUTPUT = _tag(12, _LEN)
     GRAPH_SPARSE_INITIALIZER = _tag(15, _LEN)
 
     NODE_INPUT = _tag(1, _LEN)
@@ -108,6 +150,7 @@ class _Field:
     NODE_OP_TYPE = _tag(4, _LEN)
     NODE_ATTRIBUTE = _tag(5, _LEN)
     NODE_DOMAIN = _tag(7, _LEN)
+    NODE_OVERLOAD = _tag(8, _LEN)
 
     ATTRIBUTE_NAME = _tag(1, _LEN)
     ATTRIBUTE_I = _tag(3, _VARINT)
@@ -196,6 +239,7 @@ class Node:
     name: str = ""
     op_type: str = ""
     domain: str = ""
+    overload: str = ""
     inputs: list[str] = field(default_factory=list)
     outputs: list[str] = field(default_factory=list)
     attributes: dict[str, Attribute] = field(default_factory=dict)
@@ -203,13 +247,24 @@ class Node:
 
 @dataclass(slots=True)
 class Graph:
-    """A graph, or the body of a function."""
+    """A graph."""
 
     nodes: list[Node] = field(default_factory=list)
     initializers: list[Tensor] = field(default_factory=list)
     sparse: list[SparseTensor] = field(default_factory=list)
     inputs: list[Tensor] = field(default_factory=list)
     """Tensor inputs with name, type and dims; a dynamic dim is -1."""
+    outputs: list[Tensor] = field(default_factory=list)
+    """Outputs in the same form; one of unknown rank has no dims, one that is no tensor no type."""
+
+
+@dataclass(slots=True)
+class Function(Graph):
+    """A local function: its body, and what nodes call it by."""
+
+    domain: str = ""
+    name: str = ""
+    overload: str = ""
 
 
 @dataclass
@@ -217,19 +272,36 @@ class ModelStructure:
     """The graph of a model and its local functions."""
 
     graph: Graph = field(default_factory=Graph)
-    functions: list[Graph] = field(default_factory=list)
+    functions: list[Function] = field(default_factory=list)
     opset: int = 0
     """The version of ONNX's own operators; 0 if the file does not say."""
 
+    def interface(self) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+        """Return the specs of the inputs and outputs; `?` stands for any dynamic dim."""
+        stored = {tensor.name for tensor in self.graph.initializers}
+        stored |= {tensor.name for tensor in self.graph.sparse}
+        inputs = [value for value in self.graph.inputs if value.name not in stored]
+        return tuple(map(_spec, inputs)), tuple(map(_spec, self.graph.outputs))
+
+    def external_files(self) -> set[str]:
+        """Return the files with the graph's external data, relative to the graph's directory."""
+        entries = (tensor.external or {} for tensor in self.graph.initializers)
+        return {name for entry in entries if (name := entry.get("location"))}
+
     def op_types(self) -> Iterator[str]:
         """Yield the op types of ONNX's own domain in the graph, its subgraphs and functions."""
-        graphs = [self.graph, *self.functions]
+        graphs: list[Graph] = [self.graph, *self.functions]
         while graphs:
             for node in graphs.pop().nodes:
                 if not node.domain:
                     yield node.op_type
                 for attribute in node.attributes.values():
                     graphs += attribute.graphs
+
+
+def _spec(value: Tensor) -> TensorSpec:
+    dtype = ELEMENT_TYPES.get(value.data_type, f"type {value.data_type}")
+    return TensorSpec(value.name, dtype, tuple(dim if dim >= 0 else "?" for dim in value.dims))
 
 
 RANDOM_OPS = frozenset(
@@ -319,6 +391,8 @@ class _Reader:
                     model.opset = version
         if not has_graph:
             raise _DamagedError("it has no graph")
+        if model.functions:
+            _require_few_nodes(model)
         return model
 
     def _fields(self, low: int, high: int) -> Iterator[tuple[int, int, int]]:
@@ -387,8 +461,11 @@ class _Reader:
             elif tag == _Field.GRAPH_INITIALIZER:
                 graph.initializers.append(self._read_tensor(Tensor(), start, end))
             elif tag == _Field.GRAPH_INPUT:
-                if value := self._value_info(start, end):
+                value, has_rank = self._value_info(start, end)
+                if has_rank:
                     graph.inputs.append(value)
+            elif tag == _Field.GRAPH_OUTPUT:
+                graph.outputs.append(self._value_info(start, end)[0])
             elif tag == _Field.GRAPH_SPARSE_INITIALIZER:
                 graph.sparse.append(self._sparse(start, end))
 
@@ -401,12 +478,19 @@ class _Reader:
                 version = _signed(start)
         return domain, version
 
-    def _function(self, low: int, high: int) -> Graph:
+    def _function(self, low: int, high: int) -> Function:
         self._count_node()
-        body = Graph()
-        for start, end in self._messages(low, high, _Field.FUNCTION_NODE):
-            body.nodes.append(self._node(start, end, 1))
-        return body
+        function = Function()
+        for tag, start, end in self._fields(low, high):
+            if tag == _Field.FUNCTION_NODE:
+                function.nodes.append(self._node(start, end, 1))
+            elif tag == _Field.FUNCTION_NAME:
+                function.name = self._text(start, end)
+            elif tag == _Field.FUNCTION_DOMAIN:
+                function.domain = self._text(start, end)
+            elif tag == _Field.FUNCTION_OVERLOAD:
+                function.overload = self._text(start, end)
+        return function
 
     def _node(self, low: int, high: int, depth: int) -> Node:
         self._count_node()
@@ -423,8 +507,12 @@ class _Reader:
             elif tag == _Field.NODE_ATTRIBUTE:
                 name, attribute = self._attribute(start, end, depth)
                 node.attributes[name] = attribute
+                if name in _TYPE_ATTRIBUTES and attribute.number:
+                    self._require_type(attribute.number, f"the attribute {name} of a node")
             elif tag == _Field.NODE_DOMAIN:
                 node.domain = self._text(start, end)
+            elif tag == _Field.NODE_OVERLOAD:
+                node.overload = self._text(start, end)
         return node
 
     def _attribute(self, low: int, high: int, depth: int) -> tuple[str, Attribute]:
@@ -538,6 +626,7 @@ class _Reader:
                 entries[key] = value
             elif tag == _Field.TENSOR_DATA_LOCATION:
                 is_external = start == 1
+        self._require_type(tensor.data_type, f"the tensor '{tensor.name}'")
         if is_external:
             tensor.external = entries
         code = _STRUCT.get(tensor.data_type, "")
@@ -546,6 +635,10 @@ class _Reader:
         elif code and listed:
             tensor.values = tuple(listed)
         return tensor
+
+    def _require_type(self, number: int, what: str) -> None:
+        if number and number not in ELEMENT_TYPES:
+            raise _DamagedError(f"{what} has the element type {number}, which ONNX does not define")
 
     def _entry(self, low: int, high: int) -> tuple[str, str]:
         key = value = ""
@@ -567,8 +660,8 @@ class _Reader:
                     raise _DamagedError(f"byte {low} begins a tensor of over {_MAX_RANK} dims")
         return SparseTensor(values.name, values.data_type, dims)
 
-    def _value_info(self, low: int, high: int) -> Tensor | None:
-        """Return a graph's input; None unless it is a tensor of known rank."""
+    def _value_info(self, low: int, high: int) -> tuple[Tensor, bool]:
+        """Return an input or output of a graph, and whether it is a tensor of known rank."""
         tensor = Tensor()
         has_shape = False
         for tag, start, end in self._fields(low, high):
@@ -577,7 +670,10 @@ class _Reader:
             elif tag == _Field.VALUE_INFO_TYPE:
                 for span in self._messages(start, end, _Field.TYPE_TENSOR_TYPE):
                     has_shape |= self._read_tensor_type(tensor, *span)
-        return tensor if has_shape and len(tensor.dims) <= _MAX_RANK else None
+        self._require_type(tensor.data_type, f"the input or output '{tensor.name}'")
+        if len(tensor.dims) > _MAX_RANK:
+            tensor.dims, has_shape = [], False
+        return tensor, has_shape
 
     def _read_tensor_type(self, tensor: Tensor, low: int, high: int) -> bool:
         """Read data type and dims of a tensor; return True if it has a shape."""
@@ -605,6 +701,61 @@ class _Reader:
                     size = _signed(value)
             dims.append(size)
         return dims
+
+
+_FunctionId = tuple[str, str, str]
+
+
+def _function_id(domain: str, name: str, overload: str) -> _FunctionId:
+    return ("" if domain == "ai.onnx" else domain, name, overload)
+
+
+def _require_few_nodes(model: ModelStructure) -> None:
+    """Check how many nodes the graph has after each call of a function is replaced by its body.
+
+    ONNX's checker, ONNX Runtime and TensorRT do that, however many nodes it gives.
+    """
+    functions: dict[_FunctionId, Function] = {}
+    for function in model.functions:
+        key = _function_id(function.domain, function.name, function.overload)
+        if key in functions:
+            raise _DamagedError(f"it has two functions with the name {function.name!r}")
+        functions[key] = function
+    calls = {key: _calls(function) for key, function in functions.items()}
+    order = TopologicalSorter(
+        {key: inner.keys() & functions.keys() for key, inner in calls.items()}
+    )
+    nodes, depths = dict[_FunctionId, int](), dict[_FunctionId, int]()
+
+    def expanded(inner: dict[_FunctionId, int]) -> int:
+        return sum(count * (1 + nodes.get(key, 0)) for key, count in inner.items())
+
+    try:
+        for key in order.static_order():
+            nodes[key] = expanded(calls[key])
+            depths[key] = 1 + max((depths.get(inner, 0) for inner in calls[key]), default=0)
+    except CycleError as problem:
+        names = " → ".join(name for _, name, _ in problem.args[1][:5])
+        raise _DamagedError(f"its functions call each other in a circle: {names}") from None
+    if (total := expanded(_calls(model.graph))) > MAX_NODES:
+        raise _DamagedError(f"its functions expand to {total} nodes, expected at most {MAX_NODES}")
+    if (deepest := max(depths.values())) > MAX_CALLS:
+        raise _DamagedError(
+            f"its functions call each other {deepest} deep, expected at most {MAX_CALLS}"
+        )
+
+
+def _calls(top: Graph) -> dict[_FunctionId, int]:
+    """Return how many nodes of a graph and its subgraphs have each operator."""
+    counts: dict[_FunctionId, int] = {}
+    graphs = [top]
+    while graphs:
+        for node in graphs.pop().nodes:
+            key = _function_id(node.domain, node.op_type, node.overload)
+            counts[key] = counts.get(key, 0) + 1
+            for attribute in node.attributes.values():
+                graphs += attribute.graphs
+    return counts
 
 
 def _signed(value: int) -> int:

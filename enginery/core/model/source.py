@@ -25,10 +25,12 @@ from enginery.core.json_file import read_json
 from enginery.core.model.hub import HubUnreachableError, hub_requests
 from enginery.core.model.onnx_structure import read_structure
 from enginery.core.model.weights import find_local_weights, find_module_weights, find_weights
-from enginery.core.paths import is_relative_path, list_tree
+from enginery.core.paths import is_relative_path, list_tree, require_utf8
+from enginery.core.progress import SILENT, Progress
 
 _SIDE_FILES = (".json", ".txt", ".model", ".spm", ".jinja", ".py")
 _EXPECTED = "a Hub id (org/name), a directory, an .onnx file or package:NAME"
+_MANY_FILES = 5_000
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
 
 
@@ -53,6 +55,7 @@ def resolve_source(
     revision: str = "main",
     allow_pickle: bool = False,
     cache_dir: str = "",
+    progress: Progress = SILENT,
 ) -> ModelSource:
     """Find a model and hash its files.
 
@@ -61,6 +64,7 @@ def resolve_source(
         revision: branch, tag or commit on the Hub.
         allow_pickle: accept pickled weights.
         cache_dir: cache of the Hub library; empty for its default.
+        progress: is told if there are very many files.
 
     Raises:
         SourceError: the model does not exist, has no usable weights, or only pickled ones.
@@ -70,10 +74,10 @@ def resolve_source(
         hub_id, _, pinned = model.partition("@")
         return _from_hub(hub_id, pinned or revision, allow_pickle, cache_dir)
     if model.startswith("package:"):
-        return _from_directory("package", model, path, allow_pickle)
+        return _from_directory("package", model, path, allow_pickle, progress)
     if path.is_file():
         return _from_onnx(path)
-    return _from_directory("directory", str(path), path, allow_pickle)
+    return _from_directory("directory", str(path), path, allow_pickle, progress)
 
 
 def find_local(model: str) -> Path | None:
@@ -93,8 +97,10 @@ def find_local(model: str) -> Path | None:
     if path.suffix == ".onnx":
         if not path.is_file():
             raise SourceError(f"model '{path}': no such file.")
+        require_utf8(path.resolve(), error=SourceError)
         return path.resolve()
     if path.is_dir():
+        require_utf8(path.resolve(), error=SourceError)
         return path.resolve()
     if path.exists() or not _HUB_ID.match(model.partition("@")[0]):
         raise SourceError(f"model '{model}': no such directory or file; expected {_EXPECTED}.")
@@ -157,7 +163,9 @@ def _package_directory(model: str) -> Path:
     return configs[0].parent
 
 
-def _from_directory(kind: Any, model: str, path: Path, allow_pickle: bool) -> ModelSource:
+def _from_directory(
+    kind: Any, model: str, path: Path, allow_pickle: bool, progress: Progress = SILENT
+) -> ModelSource:
     weights = find_local_weights(model, path, allow_pickle=allow_pickle)
 
     def list_names() -> set[str]:
@@ -169,7 +177,12 @@ def _from_directory(kind: Any, model: str, path: Path, allow_pickle: bool) -> Mo
         return {*side, *find_local_weights(model, path, allow_pickle=allow_pickle).files, *modules}
 
     note_listing(path, list_names)
-    files = {name: sha256_of(path / name) for name in sorted(list_names())}
+    names = sorted(list_names())
+    for name in names:
+        require_utf8(path / name, error=SourceError)
+    if len(names) > _MANY_FILES:
+        progress.say(f"{model}: hashing {len(names)} files, which may take minutes")
+    files = {name: sha256_of(path / name) for name in names}
     record = SourceRecord(
         kind=kind, id=model, revision="", sha256=combined_sha256(files), files=files
     )

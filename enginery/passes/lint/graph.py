@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from enginery.core.errors import SourceError
 from enginery.core.json_file import require_regular_file
+from enginery.core.model.onnx_structure import read_structure
+from enginery.core.paths import require_utf8
 
 STANDARD_DOMAINS = ("", "ai.onnx")
 MICROSOFT = "com.microsoft"
@@ -44,10 +46,17 @@ class LintGraph:
             SourceError: the file is missing, or is not an ONNX model.
         """
         try:
+            require_utf8(path, error=SourceError)
             require_regular_file(path)
+            read_structure(path, error=SourceError)
             model = ir.load(path)
+        except SourceError:
+            raise
         except Exception as error:  # the types of protobuf and onnx_ir depend on their versions
-            problem = "does not exist" if not path.exists() else f"is not an ONNX model: {error}"
+            reason: BaseException = error
+            while reason.__cause__ is not None:  # onnx_ir wraps an error at each level
+                reason = reason.__cause__
+            problem = "does not exist" if not path.exists() else f"is not an ONNX model: {reason}"
             raise SourceError(f"{path} {problem}.") from error
         if not model.graph.outputs:
             raise SourceError(f"{path} is not an ONNX model: it has no outputs.")

@@ -24,7 +24,7 @@ from enginery.core.errors import ArtifactError
 from enginery.core.model.files import ModelConfig
 from enginery.core.table import NOTHING, Row, human_bytes
 from enginery.publish.card.figures import Reports, metrics
-from enginery.publish.card.snippets import CPU, loading_snippets, optimum_loader
+from enginery.publish.card.snippets import CPU, loading_snippets, optimum_loader, python_text
 from enginery.publish.card.source import SourceCard
 from enginery.publish.layout import variant_name
 from enginery.reports.base import named_versions
@@ -90,6 +90,7 @@ def model_card(facts: CardFacts) -> str:
         "markdown": Markdown,
         "variant_name": variant_name,
         "options": _options,
+        "py": python_text,
         "table": partial(_table, manifest.source),
         "versions": named_versions,
         "without": _without,

@@ -64,11 +64,11 @@ def loading_snippets(artifact: Artifact, name: str, *, provider: str = CPU) -> d
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["py"] = _quoted
+    environment.filters["py"] = python_text
     manifest, files = artifact.manifest, artifact.manifest.files
     graph, task = manifest.graphs[0], manifest_task(manifest)
     images = input_modality(spec.name for spec in graph.inputs) == "image"
-    texts = [_quoted(text) for text in example_texts(artifact)]
+    texts = [python_text(text) for text in example_texts(artifact)]
     # With a cache, Optimum's classes are shown by its own documentation.
     optimum_class = optimum_loader(artifact) if "-with-past" not in manifest.task else ""
     inputs = _input_expressions(artifact)
@@ -168,6 +168,6 @@ def _has_past(artifact: Artifact) -> bool:
     return any(spec.name.startswith("past_key_values") for spec in inputs)
 
 
-def _quoted(text: str) -> str:
+def python_text(text: str) -> str:
     """Return a text as a Python string in double quotes."""
     return json.dumps(text, ensure_ascii=False)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from enginery.core.artifact.external_data import load_graph
 from enginery.core.errors import InputError
+from enginery.core.resource_limits import ResourceLimits, limited_call
 from enginery.core.temporary import temporary_directory
 from enginery.runtime.onnxruntime.capture_lock import CAPTURE_LOCK
 
@@ -250,6 +251,8 @@ def _profiled(
                 options,
                 feeds,
                 scratch,
+                file_bytes=len(model)
+                + sum(file.stat().st_size for file in directory.iterdir() if file.is_file()),
             )
         except Exception as error:  # ONNX Runtime raises many unrelated types
             raise InputError(f"the CPU does not run the graph: {error}") from error
@@ -266,7 +269,12 @@ def _profiled(
 
 
 def profiled_run(
-    open_session: Callable[[], Any], options: Any, feeds: Mapping[str, NDArray[Any]], scratch: Path
+    open_session: Callable[[], Any],
+    options: Any,
+    feeds: Mapping[str, NDArray[Any]],
+    scratch: Path,
+    *,
+    file_bytes: int,
 ) -> list[tuple[str, dict[str, Any]]]:
     """Run once under ONNX Runtime's profiler; return (node name, arguments) of each kernel event.
 
@@ -275,11 +283,15 @@ def profiled_run(
         options: an `onnxruntime.SessionOptions`.
         feeds: an array for each input.
         scratch: empty directory for the profile.
+        file_bytes: size of the graph with its weights.
     """
     options.enable_profiling = True
     options.profile_file_prefix = str(scratch / "run")
     session = open_session()
-    with CAPTURE_LOCK.running():
+    with (
+        CAPTURE_LOCK.running(),
+        limited_call("the graph", lambda: ResourceLimits.of_run(file_bytes, feeds)),
+    ):
         session.run(None, dict(feeds))
     events = json.loads(Path(session.end_profiling()).read_bytes())
     return [

@@ -21,6 +21,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from enginery.core.errors import InputError, MissingPackageError, ProviderError
+from enginery.core.resource_limits import read_sizes
 from enginery.core.temporary import temporary_directory
 from enginery.runtime.onnxruntime.multiply_adds import (
     SHAPE_OPS,
@@ -175,7 +176,9 @@ def read_placement(
 
     with temporary_directory("placement") as scratch:
         try:
-            events = profiled_run(open_session, options, feeds, scratch)
+            events = profiled_run(
+                open_session, options, feeds, scratch, file_bytes=read_sizes(model)[0]
+            )
         except ProviderError:
             raise
         except Exception as error:  # ONNX Runtime raises many unrelated types

@@ -33,6 +33,7 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.closing import Closeable
 from enginery.core.errors import InputError, ProviderError
 from enginery.core.model.feeds import FeedLimits, make_feeds
+from enginery.core.resource_limits import ResourceLimits, limited_call
 from enginery.core.shapes import Profile, TensorSpec, canonical_dim, choose_profile, dynamic_dims
 from enginery.runtime.decoder_graphs import has_fixed_cache
 from enginery.runtime.engines.padding import dim_sizes, max_rows, padded_sizes
@@ -199,6 +200,7 @@ class OrtRunner(Closeable):
         self.ladder = self._choose_ladder()
         """The sizes that callers round up to; None without."""
         path = artifact.path / self.record.file
+        self._files = [artifact.path / name for name in (self.record.file, *self.record.data_files)]
         self._paths = [wrapper_path(engine) for engine in self.engines] or [path]
         self.records_steps = False
         """Whether the session records bound runs as CUDA graphs, by their `gpu_graph_id`; a decoder
@@ -319,6 +321,7 @@ class OrtRunner(Closeable):
                 # Without binding, ONNX Runtime allocates on the GPU and copies in this run, which
                 # would break the recording of a CUDA graph in another thread.
                 CAPTURE_LOCK.running() if self._on_gpu else nullcontext(),
+                limited_call(self._paths[index], lambda: self._run_limits(arrays)),
             ):
                 # A session does not accept None as run options.
                 options = [run_options(self._run_config(session))] if self._shrink else []
@@ -327,6 +330,10 @@ class OrtRunner(Closeable):
             shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
             raise InputError(f"the graph fails on {shapes}: {error}") from error
         return dict(zip(names, values, strict=True))
+
+    def _run_limits(self, arrays: Feeds) -> ResourceLimits:
+        file_bytes = sum(path.stat().st_size for path in self._files if path.is_file())
+        return ResourceLimits.of_run(file_bytes, arrays)
 
     @contextmanager
     def _choose_session(self, index: int) -> Iterator[Any]:

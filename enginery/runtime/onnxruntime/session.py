@@ -8,14 +8,15 @@ of sessions that make them slow.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.errors import ArtifactError, ProviderError
+from enginery.core.errors import ProviderError
+from enginery.core.resource_limits import ResourceLimits, limited_call
 from enginery.core.shapes import Dim, TensorSpec
 from enginery.runtime.machine import read_cpuinfo
 from enginery.runtime.onnxruntime.capture_lock import CAPTURE_LOCK
@@ -77,7 +78,11 @@ def new_session(
     # The CPU logs nothing, and TensorRT may build engines for minutes.
     reading = reading_log() if providers[0].name == CUDA else nullcontext(NativeLog())
     try:
-        with reading as log, CAPTURE_LOCK.running():  # a GPU's session allocates memory
+        with (
+            reading as log,
+            CAPTURE_LOCK.running(),  # a GPU's session allocates memory
+            limited_call(path, lambda: ResourceLimits.of_graph_file(path)),
+        ):
             session = _opened(path, options, requested)
     except Exception as error:
         raise ProviderError(f"{path} cannot be loaded by ONNX Runtime: {error}") from error
@@ -113,39 +118,20 @@ def _opened(path: Path, options: Any, requested: list[tuple[str, dict[str, str]]
         return ort.InferenceSession(str(path), options, providers=requested, enable_fallback=0)
 
 
-_REMEDY = "The manifest belongs to another graph; make the artifact again."
 _DTYPES = {"float": "float32", "double": "float64"}
 
 
 def check_interface(session: Any, record: GraphRecord, path: Path) -> None:
     """Check that the inputs and outputs of a session match the manifest.
 
-    Names, dtypes, ranks and fixed sizes are compared, but not the names of dims. The manifest may
-    fix a size that is dynamic in the graph, and ONNX Runtime may know the rank or a size of an
-    output that the manifest does not have.
-
     Raises:
         ArtifactError: they differ; the message has the tensor.
     """
-    for kind, values, specs in (
-        ("input", session.get_inputs(), record.inputs),
-        ("output", session.get_outputs(), record.outputs),
-    ):
-        actuals = {value.name: value for value in values}
-        expected = {spec.name: spec for spec in specs}
-        if set(actuals) != set(expected):
-            raise ArtifactError(
-                f"{path} has the {kind}s {_listed(actuals)}; "
-                f"manifest.json says {_listed(expected)}.",
-                do=_REMEDY,
-            )
-        for name, spec in expected.items():
-            actual = tensor_spec(actuals[name])
-            if actual.dtype != spec.dtype or not _same_dims(actual, spec, exact=kind == "input"):
-                raise ArtifactError(
-                    f"{path}: the {kind} {actual} differs from manifest.json, which says {spec}.",
-                    do=_REMEDY,
-                )
+    record.require_interface(
+        path,
+        tuple(map(tensor_spec, session.get_inputs())),
+        tuple(map(tensor_spec, session.get_outputs())),
+    )
 
 
 def tensor_spec(value: Any) -> TensorSpec:
@@ -157,20 +143,6 @@ def tensor_spec(value: Any) -> TensorSpec:
         for dim in value.shape or ()
     ]
     return TensorSpec(value.name, _DTYPES.get(kind, kind), tuple(dims))
-
-
-def _same_dims(actual: TensorSpec, spec: TensorSpec, *, exact: bool) -> bool:
-    """Return True if ranks and fixed sizes match; unless `exact`, unknown ones are ignored."""
-    if not exact and not (actual.dims and spec.dims):
-        return True  # an unknown rank is written as no dims
-    return len(actual.dims) == len(spec.dims) and all(
-        a == b if isinstance(a, int) and isinstance(b, int) else isinstance(a, str) or not exact
-        for a, b in zip(actual.dims, spec.dims, strict=True)
-    )
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names) or "(none)"
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import json
+
 from enginery.core.artifact.manifest import GraphRecord, Manifest
 from enginery.core.errors import ArtifactError
 from enginery.runtime.tasks.answer import Answer
@@ -96,7 +98,8 @@ def require_task(manifest: Manifest, record: GraphRecord | None = None) -> type[
     task = manifest_task(manifest, record)
     if task is None:
         graphs = [record] if record else manifest.graphs[:1]
-        feeds = ", ".join(f'"{spec.name}": …' for graph in graphs for spec in graph.inputs)
+        names = [json.dumps(spec.name) for graph in graphs for spec in graph.inputs]
+        feeds = ", ".join(f"{name}: …" for name in names)
         if manifest.task == "text-generation":
             hint = "To generate, export it for text-generation-with-past. "
         else:

@@ -13,6 +13,7 @@ import importlib
 import re
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from enginery.runtime.tensorrt.options import CLASSIC, RTX, Flavor
 
 _CAPABILITY = re.compile(r"^SM(?P<major>\d+)(?P<minor>\d)$")
 _VERSION = re.compile(r"^__version__\s*=\s*['\"]([\w.]+)['\"]", re.MULTILINE)
+_MAX_MESSAGES, _MAX_CHARACTERS = 100_000, 100_000
 _LEVELS = ("internal error", "error", "warning", "info", "verbose")
 
 
@@ -130,8 +132,15 @@ class Messages:
     """Messages of TensorRT during one call."""
 
     logger: Any
-    entries: list[tuple[str, str]] = field(default_factory=list)
-    """(level, text); levels are `internal error`, `error`, `warning`, `info` and `verbose`."""
+    entries: deque[tuple[str, str]] = field(default_factory=lambda: deque(maxlen=_MAX_MESSAGES))
+    """(level, text) of the last messages, because a graph may have one for each node.
+
+    Levels are `internal error`, `error`, `warning`, `info` and `verbose`.
+    """
+
+    def add(self, level: str, text: str) -> None:
+        """Keep a message."""
+        self.entries.append((level, text[:_MAX_CHARACTERS]))
 
     def texts(self, *levels: str) -> list[str]:
         """Return the distinct texts of some levels, in order."""
@@ -170,7 +179,7 @@ def trt_messages(trt: Any, follow: Sequence[Sink] = ()) -> Iterator[Messages]:
     with _lock:
         messages = Messages(_logger(trt))
         before = list(_sinks)
-        _sinks[:] = [lambda level, text: messages.entries.append((level, text)), *follow]
+        _sinks[:] = [messages.add, *follow]
         try:
             yield messages
         finally:

@@ -20,8 +20,9 @@ from typing import Any
 from enginery.core.artifact.engine_record import LayerRecord
 from enginery.core.errors import OptionError, ProviderError, ShapeError, SourceError
 from enginery.core.home import store_log
+from enginery.core.resource_limits import NO_LIMITS, ResourceLimits, read_sizes
 from enginery.core.shapes import TensorSpec
-from enginery.core.subprocess import run_in_subprocess
+from enginery.core.subprocess import Supervision, run_in_subprocess
 from enginery.core.temporary import final_name, temporary_directory
 from enginery.runtime.tensorrt.build import BuildRequest, build_in_process
 from enginery.runtime.tensorrt.capabilities import resolve_capabilities
@@ -140,7 +141,17 @@ def _run_worker(action: str, path: Path, flavor: Flavor, request: Mapping[str, A
         log=log_path(path),
         description=f"{path}: {flavor.title}",
         error_classes=(ProviderError, OptionError, ShapeError, SourceError),
+        supervision=Supervision(limits=_limits(action, path)),
     )
+
+
+def _limits(action: str, path: Path) -> ResourceLimits:
+    if not path.is_file():  # the child says so
+        return NO_LIMITS
+    if action == "build":
+        file_bytes, _ = read_sizes(path, error=SourceError)
+        return ResourceLimits.of_build(file_bytes=file_bytes)
+    return ResourceLimits.of_graph_file(path, error=SourceError)
 
 
 def _records(result: Mapping[str, Any]) -> dict[str, Any]:

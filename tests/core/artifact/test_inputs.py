@@ -202,7 +202,7 @@ def test_a_store_that_is_removed_is_not_the_models_fault(tmp_path, inputs):
             shutil.rmtree(tmp_path / "store")
             (directory / "model.onnx").write_bytes(b"graph")
 
-    with pytest.raises(ArtifactError, match=r"store was removed while the artifact was written"):
+    with pytest.raises(ArtifactError, match=r"store was removed while the command wrote to it"):
         work()
     assert not (tmp_path / "store").exists()
 

@@ -1,9 +1,11 @@
 """Texts and images from files, and what is wrong with some of them."""
 
 import errno
+import io
 import json
 import os
 import tracemalloc
+import zipfile
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +17,7 @@ from enginery.core.datasets.folders import list_images, media_kind, take_evenly
 from enginery.core.datasets.reader import open_dataset
 from enginery.core.datasets.samples import (
     holds_arrays,
+    load_arrays,
     read_arrays,
     read_text_rows,
     read_texts,
@@ -351,3 +354,22 @@ def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path, monkeypatch):
         monkeypatch.setattr(os, name, denied)
     with pytest.raises(InputError, match="cannot be read: Permission denied"):
         holds_arrays(tmp_path)
+
+
+def lying_array(path, shape, *, version=(1, 0)):
+    """Write an .npz file whose array has other bytes than its header says."""
+    stream = io.BytesIO()
+    write = getattr(np.lib.format, f"write_array_header_{version[0]}_0")
+    write(stream, {"descr": "<f4", "fortran_order": False, "shape": shape})
+    stream.write(bytes(16))
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x.npy", stream.getvalue())
+    return path
+
+
+@pytest.mark.parametrize("version", [(1, 0), (2, 0)])
+@pytest.mark.parametrize("shape", [(10**14,), (10**5, 10**5), (5,)])
+def test_header_that_says_more_than_the_file_has_is_an_error(tmp_path, shape, version):
+    path = lying_array(tmp_path / "a.npz", shape, version=version)
+    with pytest.raises(InputError, match=r"x\.npy has the shape .* needs \d+ bytes; found 16"):
+        load_arrays(path, ["x"])

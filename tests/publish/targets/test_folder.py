@@ -18,7 +18,7 @@ from enginery.publish.publication import LISTING, Publication
 from enginery.publish.stage import pull, run
 from enginery.publish.targets import folder
 from enginery.publish.targets.folder import path_from_url
-from tests.core.artifacts import make, start, validated
+from tests.core.artifacts import publishable, start, validated
 
 ROOT = Path(__file__).parents[3]
 
@@ -51,7 +51,7 @@ run(Artifact.open(sys.argv[2]), sys.argv[1], PublishConfig(name="m"))
 
 
 def model(path, graph=b"graph"):
-    return validated(make(path, graph=graph))
+    return validated(publishable(path, graph=graph))
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import tarfile
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,7 +19,13 @@ from enginery.core.errors import ArtifactError, RegistryError
 from enginery.publish import stage
 from enginery.publish.publication import LISTING
 from enginery.publish.targets.oci.image import CONTENT, FILES, INDEX, LAYER, MANIFEST, TITLE
-from enginery.publish.targets.oci.layers import parse_layers, unpack, unpack_listing
+from enginery.publish.targets.oci.layers import (
+    PulledLayer,
+    check_layer_size,
+    parse_layers,
+    unpack,
+    unpack_listing,
+)
 from tests.publish.products import UNVALIDATED
 
 URL = "oci://here/m:1"
@@ -212,10 +219,12 @@ def test_download_stops_at_the_first_excess_byte(tmp_path, monkeypatch):
         def __exit__(self, *_):
             return
 
-        def iter_content(self, size):
-            for piece in range(1000):
-                taken.append(piece)
-                yield bytes(size)
+        raw = property(lambda self: self)
+
+        def read1(self, size, *, decode_content):
+            assert decode_content
+            taken.append(size)
+            return bytes(size) if len(taken) < 1000 else b""
 
     client = object.__new__(OciClient)
     client.host, client.repository, client._base = "here", "m", "http://here/v2/m"
@@ -264,7 +273,8 @@ def test_file_larger_than_listed_is_not_unpacked(tmp_path):
 
 
 def test_gzip_bomb_is_an_error(tmp_path):
-    bomb = gzip.compress(tar(("stranger", bytes(80 << 20)), "a"))
+    half = bytes(40 << 20)
+    bomb = gzip.compress(tar(("stranger", half), ("other", half), "a"))
     assert len(bomb) < 1 << 20
     with pytest.raises(ArtifactError, match="unpacks to more bytes than"):
         unpacked(bomb, tmp_path / "out", {"a": 1})
@@ -298,3 +308,77 @@ def test_listing_is_unpacked_first(tmp_path):
     path.write_bytes(tar(("big", bytes(1 << 20)), (LISTING, b"{}")))
     unpack_listing(path, tmp_path / "out", URL)
     assert [p.name for p in (tmp_path / "out").rglob("*") if p.is_file()] == ["publication.json"]
+
+
+def test_member_of_a_petabyte_is_an_error(tmp_path):
+    """tarfile would skip it in blocks of 10 kB, at the end of the stream too."""
+    for size in (10**15, -1):
+        content = tar(("other", b"x"), pax={"size": str(size)})
+        with pytest.raises(ArtifactError, match=r"more than all files|not a valid tar"):
+            unpacked(content, tmp_path / "out", {"a": 10})
+
+
+def test_member_larger_than_the_stream_is_an_error(tmp_path):
+    content = tar(("other", b"x"), pax={"size": str(2**26)})
+    with pytest.raises(ArtifactError, match="a layer is not a valid tar"):
+        unpacked(content, tmp_path / "out", {"a": 10})
+
+
+def layer_of(size_bytes: int) -> PulledLayer:
+    return PulledLayer("sha256:" + "0" * 64, size_bytes, "weights", {})
+
+
+def test_layer_larger_than_the_disk_is_not_downloaded(tmp_path):
+    with pytest.raises(RegistryError, match=r"the layer weights has .* and .* free"):
+        check_layer_size(layer_of(10**15), None, tmp_path, "m")
+
+
+def test_layer_larger_than_the_listed_files_is_not_downloaded(tmp_path):
+    files = {"a": FileRecord(sha256="", size_bytes=10)}
+    listing = SimpleNamespace(files=files)
+    check_layer_size(layer_of(10), listing, tmp_path, "m")
+    with pytest.raises(RegistryError, match="more than all files in"):
+        check_layer_size(layer_of(1 << 27), listing, tmp_path, "m")
+
+
+def test_slow_registry_has_a_limit_of_time(tmp_path, monkeypatch):
+    """A registry that sends a byte now and then is left when the time for the pull is over."""
+    from enginery.publish.targets.oci.client import OciClient
+
+    class Slow:
+        status_code = 200
+        sent = 0
+        raw = property(lambda self: self)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            return None
+
+        def read1(self, size, *, decode_content):
+            self.sent += 1
+            return b"x" if self.sent < 10_000 else b""
+
+    client = object.__new__(OciClient)
+    client.host, client.repository, client._base = "here", "m", "http://here/v2/m"
+    response = Slow()
+    monkeypatch.setattr(client, "_request", lambda *_, **__: response)
+    with pytest.raises(RegistryError, match=r"here is too slow: a blob of 1000000 bytes"):
+        client.download("sha256:0", tmp_path / "blob", 10**6, deadline=0)
+    assert response.sent == 1
+
+
+@pytest.mark.parametrize("message", ["no\nerror: forged", "a\x1b]52;c;eA==\x07b", "x" * 9000])
+def test_message_of_a_registry_is_one_line(tmp_path, message):
+    from enginery.publish.targets.oci.client import OciClient
+
+    client = object.__new__(OciClient)
+    client.host, client.repository = "here", "m"
+    answer = SimpleNamespace(
+        status_code=404, reason="", json=lambda: {"errors": [{"message": message}]}
+    )
+    with pytest.raises(RegistryError) as error:
+        client._check(answer)
+    assert error.value.message.isprintable()
+    assert len(error.value.message) < 400

@@ -17,9 +17,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
+import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urljoin, urlsplit
@@ -29,7 +30,7 @@ import urllib3
 from oras.container import Container
 from oras.provider import Registry
 
-from enginery.core.errors import ArtifactError, RegistryError
+from enginery.core.errors import ArtifactError, RegistryError, printable
 from enginery.publish.targets.oci.image import INDEX, MANIFEST, Blob, ImageLayer
 
 MAX_RESPONSE_BYTES = 4 * 2**20
@@ -40,6 +41,7 @@ _TIMEOUT_SECONDS = (10, 300)
 _ATTEMPTS = 4
 _WAIT_SECONDS = 1.0
 _PIECE = 1 << 20
+_MESSAGE_CHARACTERS = 300
 _BUSY = (429, 500, 502, 503, 504)
 _DOCKER_HUB = ("docker.io", "index.docker.io", "registry-1.docker.io")
 _DOCKER_HUB_API, _DOCKER_HUB_LOGIN = "registry-1.docker.io", "https://index.docker.io/v1/"
@@ -138,16 +140,20 @@ class OciClient:
         except (ValueError, KeyError, TypeError):
             return []
 
-    def download(self, digest: str, path: Path, size_bytes: int) -> None:
+    def download(
+        self, digest: str, path: Path, size_bytes: int, *, deadline: float = math.inf
+    ) -> None:
         """Download a blob to `path`; resume an earlier download.
 
         Args:
             digest: `sha256:…`. The caller has to verify it.
             path: path of the file.
             size_bytes: size in the manifest; no more bytes are written.
+            deadline: `time.monotonic()` at which the pull has to end.
 
         Raises:
-            RegistryError: the blob does not exist, or the connection breaks repeatedly.
+            RegistryError: the blob does not exist, the connection breaks repeatedly, or the time
+                is over.
             ArtifactError: the registry sends more bytes than `size_bytes`.
         """
 
@@ -162,11 +168,12 @@ class OciClient:
                     is_rest = response.status_code == 206
                     remaining = size_bytes - (done if is_rest else 0)
                     with path.open("ab" if is_rest else "wb") as stream:
-                        for piece in response.iter_content(_PIECE):
+                        for piece in _pieces(response):
                             remaining -= len(piece)
                             if remaining < 0:
                                 break
                             stream.write(piece)
+                            self._require_time(deadline, size_bytes)
                     if remaining < 0:
                         path.unlink(missing_ok=True)
                         raise ArtifactError(
@@ -176,6 +183,15 @@ class OciClient:
             return response
 
         self._check(self._with_retries(receive))
+
+    def _require_time(self, deadline: float, size_bytes: int) -> None:
+        if time.monotonic() > deadline:
+            raise RegistryError(
+                f"the registry {self.host} is too slow: a blob of {size_bytes} bytes was not "
+                "complete when the time for the pull was over.",
+                do="Run the same command again: it resumes. ENGINERY_TIME_LIMIT_SECONDS sets the "
+                "time (0 is no limit).",
+            )
 
     def _challenge(self) -> str:
         """Return the registry's `Www-Authenticate` header; empty if it requires no login."""
@@ -252,7 +268,9 @@ class OciClient:
             message = str(first.get("message") or first.get("code") or "")
         except (ValueError, KeyError, IndexError, TypeError, AttributeError):
             message = ""
-        message = (message or str(response.reason)).strip().rstrip(".") or "no reason"
+        # One line of printable text, since it is the registry's own.
+        message = " ".join(printable(message or str(response.reason)).split())
+        message = message[:_MESSAGE_CHARACTERS].rstrip(".") or "no reason"
         if response.status_code in (401, 403):
             raise self._access_denied(response.status_code, message)
         is_full = re.search("quota|limit", message, re.IGNORECASE)
@@ -278,6 +296,17 @@ class OciClient:
         # requests' message is long; its end is `[Errno 111] Connection refused`.
         message = reason.rpartition(": ")[2].strip(" .()'\"") or "no reason"
         return RegistryError(f"the registry {self.host} cannot be reached: {message}.", do=remedy)
+
+
+def _pieces(response: Any) -> Iterator[bytes]:
+    """Yield a blob as it arrives; requests would wait for whole pieces of a slow registry."""
+    try:
+        while piece := response.raw.read1(_PIECE, decode_content=True):
+            yield piece
+        if response.raw.length_remaining:
+            raise requests.ConnectionError("the blob ended early")
+    except urllib3.exceptions.HTTPError as error:  # requests converts it in the same way
+        raise requests.ConnectionError(error) from error
 
 
 def _limit_response(response: Any, *_args: Any, stream: bool = False, **_options: Any) -> Any:

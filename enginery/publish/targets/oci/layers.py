@@ -10,6 +10,7 @@ import gzip
 import hashlib
 import json
 import re
+import shutil
 import tarfile
 import zlib
 from collections.abc import Iterator, Mapping
@@ -20,7 +21,8 @@ from typing import IO, Any, Protocol, cast
 
 from enginery.core.artifact.manifest import FileRecord
 from enginery.core.errors import ArtifactError, RegistryError
-from enginery.publish.publication import LISTING
+from enginery.core.table import human_bytes
+from enginery.publish.publication import LISTING, Publication
 from enginery.publish.targets.oci.image import CONTENT, FILES, LAYER, TITLE
 
 REMEDY = (
@@ -35,6 +37,8 @@ _LISTING_BYTES = 64 << 20
 _TAR_BYTES = 64 << 20
 _HEADER_BYTES = 4 << 20
 _PIECE = 1 << 20
+_EMPTY_READS = 100
+"""tarfile reads on at the end of the stream, for as many blocks as a header says."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,35 @@ def parse_layers(document: Mapping[str, Any], label: str) -> list[PulledLayer]:
     return sorted(pulled, key=lambda layer: LISTING not in layer.files)
 
 
+def check_layer_size(
+    layer: PulledLayer, listing: Publication | None, directory: Path, label: str
+) -> None:
+    """Raise RegistryError if a layer is larger than its files or the free space.
+
+    Args:
+        layer: the layer.
+        listing: the package's listing; None before its layer was read.
+        directory: where the layer is downloaded to.
+        label: name of the image in messages.
+    """
+    free = shutil.disk_usage(directory).free
+    if layer.size_bytes > free:
+        raise RegistryError(
+            f"{label}: the layer {layer.title} has {human_bytes(layer.size_bytes)}, and "
+            f"{directory} has {human_bytes(free)} free.",
+            do="Free disk space, or set ENGINERY_HOME to a directory on another disk.",
+        )
+    if listing is None:
+        return
+    listed = sum(record.size_bytes for record in listing.files.values()) + _TAR_BYTES
+    if layer.size_bytes > listed:
+        raise RegistryError(
+            f"{label}: the layer {layer.title} has {human_bytes(layer.size_bytes)}, more than all "
+            f"files in {LISTING}.",
+            do=REMEDY,
+        )
+
+
 def check_layer(path: Path, layer: PulledLayer, label: str) -> None:
     """Raise ArtifactError if a layer was changed; name the changed files if possible."""
     with path.open("rb") as stream:
@@ -117,6 +150,13 @@ def unpack(path: Path, out: Path, files: Mapping[str, FileRecord], label: str) -
         # In stream mode, tarfile only calls `read`.
         with tarfile.open(fileobj=cast("IO[bytes]", bounded), mode="r|") as archive:
             for member in archive:
+                # PAX headers may say any size, and tarfile would skip a petabyte block by block.
+                if not 0 <= member.size <= limit:
+                    raise ArtifactError(
+                        f"{label}: {member.name} has {member.size} bytes, more than all files in "
+                        f"{LISTING}.",
+                        do=REMEDY,
+                    )
                 bounded.allow(member.size)
                 name = _checked_name(member, label)
                 record = files.get(name)
@@ -165,6 +205,7 @@ class _SizeLimitedStream:
     def __init__(self, stream: _Readable, limit: int, label: str) -> None:
         self._stream, self._left, self._label = stream, limit, label
         self._ahead = _HEADER_BYTES
+        self._empty_reads = 0
 
     def allow(self, size_bytes: int) -> None:
         """Set the limit for reading ahead: this member, and the headers before the next one.
@@ -175,6 +216,10 @@ class _SizeLimitedStream:
 
     def read(self, size: int = _PIECE) -> bytes:
         piece = self._stream.read(size)
+        if not piece and size:
+            self._empty_reads += 1
+            if self._empty_reads > _EMPTY_READS:
+                raise tarfile.ReadError("it ends within a file")
         self._left -= len(piece)
         self._ahead -= len(piece)
         if min(self._left, self._ahead) < 0:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,7 @@ from enginery.core.errors import OptionError, RegistryError
 from enginery.core.extras import require_packages
 from enginery.core.home import enginery_home, file_lock, note_made
 from enginery.core.progress import Progress
+from enginery.core.resource_limits import ResourceLimits
 from enginery.publish.config import LATEST, PublishConfig
 from enginery.publish.destination import Published
 from enginery.publish.package import Package
@@ -43,6 +45,7 @@ from enginery.publish.targets.oci.image import (
 from enginery.publish.targets.oci.layers import (
     REMEDY,
     check_layer,
+    check_layer_size,
     parse_descriptor,
     parse_layers,
     unpack,
@@ -169,13 +172,16 @@ class OciRegistry:
         pulls = home / "pulls"
         pulls.mkdir(parents=True, exist_ok=True)
         listing: Publication | None = None
+        total_bytes = sum(layer.size_bytes for layer in layers)
+        deadline = time.monotonic() + ResourceLimits.of_pull(size_bytes=total_bytes).seconds
         with progress.task(f"downloading {self.url}", len(layers)) as advance:
             for layer in layers:
                 hexdigits = layer.digest.removeprefix("sha256:")
                 path = pulls / f"{hexdigits}.tar"
+                check_layer_size(layer, listing, pulls, self.url)
                 note_made(path, home)
                 with file_lock(f"pull-{hexdigits[:32]}"):
-                    client.download(layer.digest, path, layer.size_bytes)
+                    client.download(layer.digest, path, layer.size_bytes, deadline=deadline)
                     try:
                         check_layer(path, layer, self.url)
                         if listing is None:
