@@ -21,6 +21,7 @@ from typing import Any
 
 from enginery.core.errors import ArtifactError
 from enginery.core.json_file import read_document
+from enginery.core.model.confinement import is_confined
 from enginery.core.model.files import (
     SentenceBertConfig,
     SentenceTransformersConfig,
@@ -28,6 +29,7 @@ from enginery.core.model.files import (
     module_kinds,
 )
 from enginery.core.subprocess import WorkerProcess, WorkerResult
+from enginery.runtime.text.template_worker import handle_request, limited_memory
 from enginery.runtime.text.tokenizer_files import TokenizerFiles
 
 FILE = "chat_template.jinja"
@@ -109,7 +111,11 @@ class ChatTemplate:
         self._request("check")
 
     def _request(self, command: str, **values: Any) -> WorkerResult:
-        return _renderer(self.text).request(command, text=self.text, file=str(self.file), **values)
+        values |= {"text": self.text, "file": str(self.file)}
+        if is_confined():  # by a process that traces a model, and is thrown away itself
+            with limited_memory():
+                return handle_request(values)
+        return _renderer(self.text).request(command, **values)
 
 
 class _Renderer:

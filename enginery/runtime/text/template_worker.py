@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -138,9 +138,11 @@ def _compiled(text: str) -> Callable[..., str]:
     return render
 
 
-def _limit_memory() -> None:
-    """Let this process take `MAX_BYTES` more than it has; not on Windows."""
+@contextmanager
+def limited_memory() -> Iterator[None]:
+    """Let this process take `MAX_BYTES` more than it has, within the block; not on Windows."""
     if sys.platform == "win32":
+        yield
         return
     import resource
 
@@ -150,13 +152,19 @@ def _limit_memory() -> None:
     size = 4 * MAX_BYTES  # where the system does not say
     if statm.is_file():
         size = int(statm.read_text(encoding="ascii").split()[0]) * resource.getpagesize()
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = size + MAX_BYTES
-    if hard == resource.RLIM_INFINITY or limit < hard:
-        with suppress(OSError, ValueError):  # macOS has no such limit
-            resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    if soft != resource.RLIM_INFINITY:
+        limit = min(limit, soft)
+    with suppress(OSError, ValueError):  # macOS has no such limit
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    try:
+        yield
+    finally:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 if __name__ == "__main__":
-    _limit_memory()
-    serve_requests(handle_request)
+    with limited_memory():
+        serve_requests(handle_request)

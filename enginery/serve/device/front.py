@@ -26,7 +26,7 @@ from enginery.serve.batching.workers import BatchResult
 from enginery.serve.config import ServeConfig
 from enginery.serve.device import wire
 from enginery.serve.models.backend import ModelFiles, open_task
-from enginery.serve.models.registry import ModelRegistry, ReloadResult
+from enginery.serve.models.registry import ModelRegistry, ReloadResult, free_memory
 from enginery.serve.models.served_model import InferenceResult, ServedModel, UnavailableError
 
 _log = logging.getLogger("enginery.serve")
@@ -668,6 +668,8 @@ class FrontRegistry(ModelRegistry):
             self._retiring.discard(model)
             for link in list(model.followed):
                 self._report(link)
+            del model
+            await self._loop.run_in_executor(None, free_memory)
 
     def _report(self, link: DeviceLink) -> None:
         """Tell a device process which of its models this front sends rows to."""
