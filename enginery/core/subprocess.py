@@ -16,11 +16,13 @@ is started in another way.
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import signal
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -251,11 +253,19 @@ class WorkerProcess(Closeable):
         """True until the process ends."""
         return self._process.poll() is None
 
-    def request(self, command: str, **values: Any) -> WorkerResult:
+    def request(
+        self, command: str, *, timeout_seconds: float = math.inf, **values: Any
+    ) -> WorkerResult:
         """Send one request and return its result.
 
+        Args:
+            command: what to do.
+            timeout_seconds: time after which the child is killed.
+            values: further values of the request.
+
         Raises:
-            EngineryError: the child raised it; or the child crashed, then of the class `error`.
+            EngineryError: the child raised it; or the child crashed or took too long, then of the
+                class `error`.
         """
         requests, results = self._process.stdin, self._process.stdout
         line = ""
@@ -264,7 +274,13 @@ class WorkerProcess(Closeable):
                 with suppress(BrokenPipeError):  # the child has ended; its status is reported below
                     requests.write(json.dumps({"do": command, **values}) + "\n")
                     requests.flush()
-                    line = results.readline()
+                    with self._killed_after(timeout_seconds) as is_late:
+                        line = results.readline()
+                    if is_late.is_set():
+                        raise self._error(
+                            f"{self._description}: it takes longer than {timeout_seconds:g} "
+                            "seconds."
+                        )
         if watch.exceeded:
             self._process.wait()
             raise self._error(f"{self._description}: {LimitError(watch.exceeded)}", do=DO)
@@ -280,6 +296,26 @@ class WorkerProcess(Closeable):
             error_class = _error_class(details["type"], default=self._error)
             raise error_class(details["message"], do=details["do"])
         return result
+
+    @contextmanager
+    def _killed_after(self, seconds: float) -> Iterator[threading.Event]:
+        """Kill the process after some seconds; yields an event that is set then."""
+        is_late = threading.Event()
+        if math.isinf(seconds):
+            yield is_late
+            return
+
+        def kill() -> None:
+            is_late.set()
+            self._process.kill()
+
+        timer = threading.Timer(seconds, kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield is_late
+        finally:
+            timer.cancel()
 
     def close(self) -> None:
         """End the process; closing twice is fine."""

@@ -10,19 +10,34 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import socket
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
 from enginery.core.errors import EngineryError, OptionError
 
+_log = logging.getLogger("enginery.serve")
+
 BACKLOG = 2048
 """Number of connections that may wait to be accepted; the kernel's net.core.somaxconn also limits
 it."""
+
+_SPARE_FILES = 64
+"""Number of open files that are left for other things than connections."""
+_ACCEPTS_TOGETHER = 64
+"""Maximum number of connections that are accepted in one turn of the event loop."""
+_PAUSE_SECONDS = 0.1
+"""Time until the server accepts connections again after it had too many open files."""
+_CALM_SECONDS = 60.0
+"""Time without such a pause after which the next one is logged again."""
+_IDLE_SECONDS = 5.0
+"""Idle time of a connection after which it is closed if others wait to be accepted."""
 
 _SO_ATTACH_FILTER = 26
 """Linux's socket option, which Python's socket module does not define."""
@@ -147,6 +162,11 @@ class JoiningTransport:
             self._loop.call_soon(self._send)
         self._held.append(data)
 
+    def write_eof(self) -> None:
+        """Send what was written, and say that nothing follows."""
+        self._send()
+        self._transport.write_eof()
+
     def close(self) -> None:
         """Send what was written, and close the connection."""
         self._send()
@@ -159,16 +179,128 @@ class JoiningTransport:
                 self._transport.write(b"".join(held))
 
 
-def joining_protocol() -> type[asyncio.Protocol]:
-    """Return uvicorn's HTTP protocol with a `JoiningTransport`."""
-    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+class Acceptor:
+    """Accepts connections as long as the process may open files.
 
-    class JoiningProtocol(HttpToolsProtocol):
-        def connection_made(self, transport: Any) -> None:
-            """Wrap the transport of a new connection."""
-            super().connection_made(JoiningTransport(transport, self.loop))  # type: ignore[arg-type]
+    At the limit uvloop would close new connections without an answer. Here they wait in the kernel,
+    and connections that have been idle are closed to make room.
+    """
 
-    return JoiningProtocol
+    def __init__(
+        self,
+        sockets: Sequence[socket.socket],
+        make_protocol: Callable[[], asyncio.Protocol],
+        connections: set[Any],
+    ) -> None:
+        """Create the acceptor without accepting.
+
+        Args:
+            sockets: the listening sockets.
+            make_protocol: returns the protocol of a new connection.
+            connections: the protocols of all connections.
+        """
+        self._sockets, self._make_protocol = sockets, make_protocol
+        self._connections = connections
+        self._max_connections = max_connections()
+        self._accepting = 0
+        """Number of connections that were accepted and have no protocol yet."""
+        self._is_started = False
+        self._paused_at: float | None = None
+        self._retry: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Accept connections from now on. Call this in the event loop."""
+        self._retry = None
+        loop = asyncio.get_running_loop()
+        for listener in self._sockets:
+            if listener.fileno() >= 0:
+                loop.add_reader(listener, self._accept, listener)
+                self._is_started = True
+
+    def stop(self) -> None:
+        """Accept no more connections; they wait in the kernel."""
+        if self._retry is not None:
+            self._retry.cancel()
+        if not self._is_started:
+            return
+        loop = asyncio.get_running_loop()
+        for listener in self._sockets:
+            if listener.fileno() >= 0:
+                loop.remove_reader(listener)
+
+    async def accept_waiting(self) -> None:
+        """Accept all connections that wait, also those for which there are no open files yet."""
+        for listener in self._sockets:
+            while not self._accept(listener, at_once=sys.maxsize):
+                await asyncio.sleep(_PAUSE_SECONDS)
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _accept(self, listener: socket.socket, *, at_once: int = _ACCEPTS_TOGETHER) -> bool:
+        loop = asyncio.get_running_loop()
+        for _ in range(at_once):
+            if len(self._connections) + self._accepting >= self._max_connections:
+                self._pause()
+                return False
+            try:
+                accepted, _ = listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return True  # no connection is left, or the client has disconnected
+            except OSError:  # no file can be opened
+                self._pause()
+                return False
+            accepted.setblocking(False)
+            self._accepting += 1
+            task = loop.create_task(self._connect(accepted))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return True
+
+    async def _connect(self, accepted: socket.socket) -> None:
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                self._make_protocol, sock=accepted
+            )
+        except OSError:  # the client has disconnected
+            accepted.close()
+        finally:
+            self._accepting -= 1
+
+    def _pause(self) -> None:
+        """Stop accepting for a moment, and close connections that have been idle."""
+        loop = asyncio.get_running_loop()
+        if self._is_started:
+            self.stop()
+            self._retry = loop.call_later(_PAUSE_SECONDS, self.start)
+        now = loop.time()
+        if self._paused_at is None or now - self._paused_at > _CALM_SECONDS:
+            _log.warning(
+                "%d connections are open, as many as the limit of open files allows; further ones "
+                "wait. Raise the limit with `ulimit -n`.",
+                len(self._connections),
+            )
+        self._paused_at = now
+        for protocol in list(self._connections):
+            since = getattr(protocol, "idle_since", None)
+            if since is not None and now - since > _IDLE_SECONDS:
+                protocol.transport.close()
+
+
+def max_connections() -> int:
+    """Return how many connections the limit of open files allows, beside those open now."""
+    if sys.platform == "win32":
+        return sys.maxsize
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return sys.maxsize
+    try:
+        opened = sum(1 for _ in Path("/dev/fd").iterdir())
+    except OSError:
+        opened = 0
+    return max(soft - opened - _SPARE_FILES, 1)
 
 
 def urls(sockets: Sequence[socket.socket]) -> list[str]:

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from enginery.core.errors import EngineryError
 from enginery.serve.config import ServeConfig
-from enginery.serve.http_sockets import drop_new_connections
+from enginery.serve.http_sockets import Acceptor, drop_new_connections
 
 if TYPE_CHECKING:
     from uvicorn import Server
@@ -56,6 +56,8 @@ _HANDSHAKE_SECONDS = 0.2
 """Time to establish the connections that clients have begun before the server stops listening."""
 _CANCEL_SECONDS = 1.0
 """Maximum time to answer cancelled requests with 503."""
+_FLUSH_SECONDS = 1.0
+"""Maximum time to write what was logged before the process exits."""
 _SPARE_SECONDS = 3.0
 """Time beyond all of these after which a process that does not exit is killed."""
 
@@ -122,6 +124,8 @@ class ProcessLifecycle:
         self._shutdown_task: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._acceptor: Acceptor | None = None
+        self._is_listening = True
         self._mask(block=True)
 
     def start(
@@ -201,7 +205,11 @@ class ProcessLifecycle:
             exit_process(status)
 
     async def _serve(self) -> None:
-        await self._server.serve(list(self._sockets))
+        if sys.platform == "win32":
+            await self._server.serve(list(self._sockets))
+        else:
+            self._spawn(self._accept())
+            await self._server.serve([])
         # Exit here: asyncio.Runner would wait for the threads of its executor.
         exit_process(self._status)
 
@@ -297,21 +305,30 @@ class ProcessLifecycle:
             for listener in self._sockets:
                 drop_new_connections(listener)
             await asyncio.sleep(_HANDSHAKE_SECONDS)
-        listening = [listener.dup() for listener in self._sockets]
+        waiting = [listener.dup() for listener in self._sockets]
         self._stop_listening()
-        loop = asyncio.get_running_loop()
-        for listener in listening:
-            with listener:
-                listener.setblocking(False)
-                while True:
-                    try:
-                        accepted, _ = listener.accept()
-                    except OSError:  # no connection is left, or the client has disconnected
-                        break
-                    accepted.setblocking(False)
-                    await loop.connect_accepted_socket(self._new_connection, sock=accepted)
+        for listener in waiting:
+            listener.setblocking(False)
+        await self._acceptor_of(waiting).accept_waiting()
+        for listener in waiting:
+            listener.close()
+
+    async def _accept(self) -> None:
+        """Accept connections once the application has started."""
+        while not self._server.started:
+            await asyncio.sleep(_TICK_SECONDS)
+        if not self._is_listening:
+            return
+        self._acceptor = self._acceptor_of(self._sockets)
+        self._acceptor.start()
+
+    def _acceptor_of(self, sockets: Sequence[socket.socket]) -> Acceptor:
+        return Acceptor(sockets, self._new_connection, self._server.server_state.connections)
 
     def _stop_listening(self) -> None:
+        self._is_listening = False
+        if self._acceptor is not None:
+            self._acceptor.stop()
         for server in self._server.servers:
             server.close()
         for listener in self._sockets:
@@ -376,8 +393,19 @@ def log_failed_startup(error: Exception) -> None:
 
 
 def exit_process(status: int) -> NoReturn:
-    """Exit at once, without waiting for threads, because one may hang in a provider's code."""
+    """Exit at once, without waiting for threads, because one may hang in a provider's code.
+
+    What was logged is written first, unless nobody reads it.
+    """
+    flushing = threading.Thread(target=_flush, daemon=True)
+    flushing.start()
+    flushing.join(_FLUSH_SECONDS)
+    os._exit(status)
+
+
+def _flush() -> None:
+    for handler in logging.getLogger().handlers:
+        handler.flush()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
-    os._exit(status)

@@ -43,7 +43,7 @@ from enginery.serve.config import (
     named_paths,
     require_packages,
 )
-from enginery.serve.http_sockets import bind_each, close, joining_protocol, urls
+from enginery.serve.http_sockets import bind_each, close, urls
 from enginery.serve.keys import ApiKeys
 from enginery.serve.lifecycle import (
     CLOSE_SECONDS,
@@ -53,6 +53,7 @@ from enginery.serve.lifecycle import (
     ProcessLifecycle,
     Supervision,
 )
+from enginery.serve.observability.line_writer import MessageHandler, RepeatFilter
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -296,7 +297,10 @@ def uvicorn_config(
 
 
 def _run_worker(server: uvicorn.Server, lifecycle: ProcessLifecycle) -> NoReturn:
-    server.config.http = joining_protocol()
+    # Imported here, since the parent does without httptools.
+    from enginery.serve.http_protocol import LimitedProtocol
+
+    server.config.http = LimitedProtocol
     make_application: Any = server.config.app
     server.config.app = functools.partial(make_application, lifecycle)
     lifecycle.run()
@@ -595,8 +599,9 @@ class Supervisor(Multiprocess):
                 self._forward(signal.SIGINT)
             if time.monotonic() >= until:
                 for process in alive:
-                    _log.error("worker process %s did not exit in time; killing it.", process.pid)
                     process.process.kill()
+                for process in alive:
+                    _log.error("worker process %s did not exit in time; killing it.", process.pid)
                 until = float("inf")
             connection.wait([process.process.sentinel for process in alive], 0.1)
         super().join_all()
@@ -641,9 +646,10 @@ def log_config(*, as_json: bool = False, quiet: bool = False) -> dict[str, Any]:
         "version": 1,
         "disable_existing_loggers": False,
         "formatters": {"line": {"()": LineFormatter, "as_json": as_json}},
+        "filters": {"repeats": {"()": RepeatFilter}},
         "handlers": {
             "stderr": {
-                "class": "logging.StreamHandler",
+                "()": MessageHandler,
                 "formatter": "line",
                 "level": "ERROR" if quiet else "NOTSET",
             }
@@ -651,7 +657,7 @@ def log_config(*, as_json: bool = False, quiet: bool = False) -> dict[str, Any]:
         "loggers": {
             "enginery": {"level": "INFO"},
             # Set on the logger itself: uvicorn reads `level`, and an unset one (0) enables tracing.
-            "uvicorn.error": {"level": "WARNING"},
+            "uvicorn.error": {"level": "WARNING", "filters": ["repeats"]},
         },
         "root": {"level": "WARNING", "handlers": ["stderr"]},
     }

@@ -1,7 +1,8 @@
 """An application without models in worker processes: `python -m tests.serve.serving OPTIONS`.
 
 OPTIONS are JSON: `config` for ServeConfig, `load_seconds`, `load_error`, `fails_again`, `spawn`,
-`held_up` at the end, `metrics`; and `patience`, `hang` and `close` for what else takes seconds.
+`held_up` at the end, `metrics`, `port`; and `patience`, `hang` and `close` for what else takes
+seconds.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ def main():
     server.HANG_SECONDS = options.get("hang", server.HANG_SECONDS)
     lifecycle.CLOSE_SECONDS = options.get("close", lifecycle.CLOSE_SECONDS)
     config = ServeConfig(port=0, **options.get("config", {}))
-    sockets = bind("127.0.0.1", 0)
+    sockets = bind("127.0.0.1", options.get("port", 0))
     uvicorn_config = server.uvicorn_config(
         partial(application, options), config, log_config=server.log_config()
     )

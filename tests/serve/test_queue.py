@@ -53,11 +53,131 @@ def test_rows_of_different_keys_never_share_a_batch():
 
 def test_long_list_does_not_block_later_requests():
     queue = new_queue()
-    queue.seconds_per_token = 1.0
     queue.put(rows("list", *[64] * 10), now=0)
-    queue.put(rows("short", 3), now=100)  # the list's third input is due at 128
-    taken = [names(queue.take())[0][0] for _ in range(4)]
-    assert taken == ["list", "list", "short", "list"]
+    assert names(queue.take()) == [("list", 0)]
+    queue.put(rows("short", 3), now=1)
+    assert [names(queue.take())[0][0] for _ in range(3)] == ["short", "list", "list"]
+
+
+def test_short_requests_and_a_list_share_the_workers():
+    """In proportion to their number, and with a list in every second batch at most."""
+    queue = new_queue()
+    queue.put(rows("list", *[64] * 10), now=0)
+    taken = []
+    for _ in range(20):  # as many as two lists could use
+        while len(queue._short.parts) < 3:
+            queue.put(rows("short", 64), now=0)
+        taken.append(names(queue.take())[0][0])
+    assert 4 <= taken.count("list") <= 6
+    queue, taken = new_queue(), []
+    for number in range(9):
+        queue.put(rows(f"list{number}", *[64] * 10), now=0)
+    for _ in range(20):
+        while not queue._short.parts:
+            queue.put(rows("short", 64), now=0)
+        taken.append(names(queue.take())[0][0])
+    assert taken.count("short") == 10
+
+
+def test_lists_take_turns():
+    queue = new_queue()
+    queue.put(rows("long", *[64] * 100), now=0)
+    for _ in range(50):
+        queue.take()
+    queue.put(rows("late", *[64] * 3), now=0)
+    taken = [names(queue.take())[0][0] for _ in range(7)]
+    assert taken.count("late") == 3
+
+
+class Clients:
+    """In virtual time: clients with lists, and two with short texts, send again once answered.
+
+    One worker takes 10 ms for a batch and 1 ms for each token in it.
+    """
+
+    def __init__(self, lists, *, texts=64, tokens=260, seconds=600):
+        rules = BatchRules(max_tokens=256, max_rows=64, max_padding=0.1, fixed_cost_tokens=10)
+        self.queue = new_queue(max_rows=2048, max_tokens=262_144, max_wait=10, rules=rules)
+        self.queue.seconds_per_token = 0.001
+        self.lists, self.shorts, self.refused = 0, [], []
+        chance, now, number = random.Random(0), 0.0, 0
+        sends = [(chance.random() / 10, f"list{k}", [tokens] * texts) for k in range(lists)]
+        sends += [(chance.random(), f"short{k}", [12]) for k in range(2)]
+        open_rows, sent = {}, {}
+        while now < seconds:
+            sends.sort()
+            while sends and (sends[0][0] <= now or not self.queue.rows):
+                at, name, lengths = sends.pop(0)
+                now = max(now, at)
+                number += 1
+                entries = rows((name, number), *lengths)
+                try:
+                    sent[name] = (at, self.queue.put(entries, now=now))
+                    open_rows[name] = len(entries)
+                except OverloadedError:
+                    self.refused.append(name)
+                    sends.append((now + 1, name, lengths))
+                    sends.sort()
+            started, batch = now, self.queue.take()
+            now += 0.01 + 0.001 * len(batch) * max(entry.length for entry in batch)
+            for entry in batch:
+                name = entry.request[0]
+                open_rows[name] -= 1
+                if open_rows[name]:
+                    continue
+                at, backlog_seconds = sent[name]
+                self.queue.observe_wait(backlog_seconds, started - at)
+                if name.startswith("list"):
+                    self.lists += 1
+                    sends.append((now, name, [tokens] * texts))
+                else:
+                    self.shorts.append(started - at)
+                    sends.append((now + chance.random() / 10, name, [12]))
+
+
+@pytest.mark.parametrize("lists", [1, 2, 4, 16, 64])
+def test_short_texts_wait_for_two_batches_at_most_beside_any_number_of_lists(lists):
+    clients = Clients(lists, seconds=300)
+    batch_seconds = 0.01 + 0.001 * 260
+    assert not [name for name in clients.refused if name.startswith("short")]
+    assert len(clients.shorts) > 300
+    waits = sorted(clients.shorts)
+    assert waits[len(waits) // 2] <= 2 * batch_seconds
+    assert waits[len(waits) * 99 // 100] <= 3 * batch_seconds
+    assert clients.lists * 64 * 0.27 > 0.5 * 300 - 64 * 0.27 * lists  # lists run, too
+
+
+@pytest.mark.parametrize(("texts", "tokens"), [(512, 20), (3, 255), (64, 512)])
+def test_lists_of_any_size_leave_short_texts_their_turn(texts, tokens):
+    clients = Clients(8, texts=texts, tokens=tokens, seconds=200)
+    batch_seconds = 0.01 + 0.001 * max(256, tokens)
+    assert not [name for name in clients.refused if name.startswith("short")]
+    waits = sorted(clients.shorts)
+    assert waits[len(waits) // 2] <= 2 * batch_seconds
+
+
+def test_lists_cannot_fill_the_queue():
+    queue = new_queue(max_rows=100)
+    for number in range(3):
+        queue.put(rows(f"list{number}", *[64] * 25), now=0)
+    with pytest.raises(OverloadedError, match="at most 75 and 75000 for lists"):
+        queue.put(rows("list", *[64] * 25), now=0)
+    for number in range(25):
+        queue.put(rows(f"short{number}", 64), now=0)
+    with pytest.raises(OverloadedError, match="at most 100 and"):
+        queue.put(rows("short", 64), now=0)
+
+
+def test_only_what_runs_before_a_request_counts_for_its_wait():
+    queue = new_queue(max_wait=10)
+    queue.seconds_per_token = 0.001
+    assert queue.put(rows("a", *[64] * 100), now=0) == 0
+    assert queue.put(rows("b", *[64] * 50), now=0) == pytest.approx(3.2)
+    assert queue.put(rows("c", *[64] * 100), now=0) == pytest.approx(9.6)
+    with pytest.raises(OverloadedError, match=r"would wait 16\.0 s"):
+        queue.put(rows("d", *[64] * 100), now=0)
+    assert queue.put(rows("short", 8), now=0) == 0
+    assert queue.put(rows("short", 8), now=0) == pytest.approx(0.016)
 
 
 def test_full_queue_rejects_whole_requests_with_retry_after():
@@ -303,7 +423,8 @@ def test_every_row_is_taken_exactly_once_under_concurrency(seed):
     assert len(taken) == len(set(taken))
     assert {item for item in sent if item[0] not in cancelled} <= set(taken) <= set(sent)
     assert (queue.rows, queue.tokens) == (0, 0)
-    assert not queue._due
+    for kind in (queue._short, queue._lists):
+        assert (kind.rows, kind.tokens, kind.heap, kind.parts) == (0, 0, [], set())
     assert not queue._lanes
 
 

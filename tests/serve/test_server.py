@@ -5,6 +5,9 @@ import logging
 import os
 import re
 import signal
+import socket
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +17,7 @@ import pytest
 
 from enginery.core.errors import OptionError
 from enginery.serve.config import ServeConfig, check_options
+from enginery.serve.http_sockets import bind
 from enginery.serve.server import LineFormatter, log_config, restart_delay_seconds
 from tests.serve.processes import (
     GET,
@@ -276,3 +280,55 @@ def test_quiet_logs_only_errors(quiet, capfd):
 def test_uvicorn_does_not_trace_its_connections():
     levels = {name: found["level"] for name, found in log_config()["loggers"].items()}
     assert levels["uvicorn.error"] == "WARNING"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"config": {"restart": False, "grace": 1.0}},
+        {"config": {"processes": 2, "grace": 1.0}},
+        {"held_up": True, "close": 0.0, "config": {"grace": 0.0}},
+        {"stopped": True, "patience": 0.5, "config": {"grace": 0.0}},
+    ],
+    ids=["one", "no-parent", "two", "held-up", "stopped"],
+)
+def test_stderr_that_nobody_reads_stops_neither_answers_nor_the_end(options):
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"." * 4096)
+    os.set_blocking(writer, True)
+    stopped = options.get("stopped")
+    (free,) = bind("127.0.0.1", 0)
+    port = free.getsockname()[1]
+    free.close()
+    command = [sys.executable, "-m", "tests.serve.serving", json.dumps({**options, "port": port})]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=writer)
+    os.close(writer)
+    try:
+
+        def ask(request):
+            with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+                client.sendall(request)
+                return client.recv(100)
+
+        def is_ready():
+            with suppress(OSError):
+                return b" 200 " in ask(GET % b"ready")
+
+        wait_until(is_ready)
+        for _ in range(100):
+            assert b" 400 " in ask(b"bad\r\n\r\n")
+        assert b" 200 " in ask(GET % b"pid")
+        if stopped:
+            (worker,) = psutil.Process(server.pid).children()
+            worker.suspend()
+        server.terminate()
+        assert server.wait(60) == (128 + signal.SIGKILL if stopped else 0)
+        assert os.read(reader, 100) == b"." * 100  # nobody has read any
+    finally:
+        os.close(reader)
+        server.kill()
+        server.wait()

@@ -235,6 +235,11 @@ _active: list[Confinement] = []
 """The active confinement. The hook itself cannot be removed from the process."""
 
 
+def is_confined() -> bool:
+    """Return True within a block of `confined`, where no process can be started."""
+    return bool(_active)
+
+
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     check = _CHECKS.get(event) if _active else None
     if check is not None:

@@ -11,7 +11,10 @@ as in transformers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -26,10 +29,60 @@ Values = TypeVar("Values", bound=BaseModel)
 
 DEFAULT_NEW_TOKENS = 20
 """New tokens if nothing sets their number, as in transformers."""
+_MAX_SHOWN = 60
+"""Characters of a value that a message shows."""
 MAX_BEAMS = 64
 MAX_NEW_TOKENS = 2**20
 
-TokenId = Annotated[int, Field(ge=0)]
+MAX_TOKEN_ID = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a caller may set an option to."""
+
+    least: float = -math.inf
+    most: float = math.inf
+    """The largest number; or of a list the largest number of items, or of the items' items."""
+    is_list: bool = False
+    item: int = 0
+    """The largest number of characters of a list's item; 0 if its items are counted together."""
+
+
+def _list(most: int, *, item: int = 0) -> Bound:
+    return Bound(0, most, is_list=True, item=item)
+
+
+BOUNDS: Mapping[str, Bound] = {
+    "begin_suppress_tokens": _list(2048),
+    "bad_words_ids": _list(1000),
+    "eos_token_id": _list(64),
+    "forced_eos_token_id": _list(64),
+    "suppress_tokens": _list(2048),
+    "stop_strings": _list(16, item=256),
+    "bos_token_id": Bound(0, MAX_TOKEN_ID),
+    "decoder_start_token_id": Bound(0, MAX_TOKEN_ID),
+    "forced_bos_token_id": Bound(0, MAX_TOKEN_ID),
+    "length_penalty": Bound(-10, 10),
+    "max_length": Bound(1, MAX_NEW_TOKENS),
+    "max_new_tokens": Bound(1, MAX_NEW_TOKENS),
+    "min_length": Bound(0, MAX_NEW_TOKENS),
+    "min_new_tokens": Bound(0, MAX_NEW_TOKENS),
+    "no_repeat_ngram_size": Bound(0, 1024),
+    "num_beams": Bound(1, MAX_BEAMS),
+    "num_return_sequences": Bound(1, MAX_BEAMS),
+    "pad_token_id": Bound(0, MAX_TOKEN_ID),
+    "repetition_penalty": Bound(0.01, 100),
+    "seed": Bound(0, 2**64 - 1),
+    "temperature": Bound(1e-5, 1e5),
+    "top_k": Bound(0, MAX_TOKEN_ID),
+    "top_p": Bound(1e-6, 1),
+}
+"""The bounds of what a caller sets: of every number and list, also of those that a step of a search
+does not read, since the thread that all requests share does the work. Beyond those of the numbers,
+float32 or a power overflows. A model's own file may have longer lists."""
+
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 TokenIds = Annotated[
     tuple[TokenId, ...],
     BeforeValidator(lambda value: (value,) if isinstance(value, int) else value),
@@ -64,6 +117,9 @@ defaults."""
 
 _OF_SAMPLING = frozenset({"epsilon_cutoff", "eta_cutoff", "min_p", "top_h", "typical_p"})
 """Those of them that only sampling reads."""
+
+_DRAWS = frozenset({"temperature", "top_k", "top_p"})
+"""Supported options that only sampling reads."""
 
 _OFF: dict[str, Any] = {
     "epsilon_cutoff": 0.0,
@@ -111,17 +167,17 @@ class GenerationOptions(BaseModel):
     """Number of sequences that beam search keeps; 1 for no beam search."""
     num_return_sequences: Annotated[int, Field(ge=1, le=MAX_BEAMS)] = 1
     """Number of results of each input."""
-    length_penalty: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    length_penalty: Annotated[float, Field(ge=-10, le=10)] = 1.0
     """Exponent of the length that a beam's score is divided by."""
     early_stopping: bool | Literal["never"] = False
     """When beam search ends: with enough finished beams (true), when none is likely to improve
     (false), or when none can (`never`)."""
-    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     """Divides positive logits of tokens that occurred, and multiplies negative ones."""
     renormalize_logits: bool = False
     """Take the log-softmax of the scores after all other changes, which changes the scores of beams
     whose tokens were banned."""
-    no_repeat_ngram_size: Annotated[int, Field(ge=0)] = 0
+    no_repeat_ngram_size: Annotated[int, Field(ge=0, le=MAX_NEW_TOKENS)] = 0
     """No sequence of this many tokens occurs twice; 0 for no such limit."""
     bad_words_ids: tuple[Annotated[tuple[TokenId, ...], Field(min_length=1)], ...] = ()
     """Sequences of tokens that are not generated."""
@@ -151,14 +207,20 @@ class GenerationOptions(BaseModel):
         for name, value in passed.items():
             if name in UNSUPPORTED:
                 if name not in _OF_SAMPLING and not _is_off(name, value):
-                    raise InputError(f"{name}: {value!r} is not supported.")
+                    raise InputError(f"{name}: {short(value)} is not supported.")
             elif name not in fields:
-                raise InputError(f"unknown option '{name}'{nearest(name, fields)}.")
+                shown = name[:_MAX_SHOWN]
+                raise InputError(f"unknown option '{shown}'{nearest(shown, fields)}.")
+            elif name in BOUNDS and name not in _DRAWS:
+                check_bound(name, value)
         if "max_length" in passed and "max_new_tokens" not in passed:
             passed["max_new_tokens"] = None  # the file's would take precedence
         merged = {**self.model_dump(exclude_unset=True), **passed}
         options = validated(GenerationOptions, merged, InputError, "")
         options.check()
+        if options.do_sample:
+            for name in _DRAWS & passed.keys():
+                check_bound(name, passed[name])
         return options
 
     def check(self) -> None:
@@ -184,7 +246,8 @@ class GenerationOptions(BaseModel):
             if not _is_off(name, value):
                 off = f", or send {name}={_OFF[name]}" if name in _OFF else ""
                 raise InputError(
-                    f"{name}: {value!r} is not supported for sampling.", do=f"Leave it out{off}."
+                    f"{name}: {short(value)} is not supported for sampling.",
+                    do=f"Leave it out{off}.",
                 )
         bounds = (
             ("temperature", self.temperature > 0, "a number above 0"),
@@ -259,7 +322,7 @@ def parse_generation_config(document: Mapping[str, Any], name: str) -> Generatio
             del values[field]
         elif field not in _OF_SAMPLING or values.get("do_sample"):
             raise ArtifactError(
-                f"{name}: {field} is {values[field]!r}, which is not supported.",
+                f"{name}: {field} is {short(values[field])}, which is not supported.",
                 do="Remove the field to generate without it.",
             )
     if values.get("max_length") == DEFAULT_NEW_TOKENS:
@@ -286,4 +349,43 @@ def validated(
     except ValidationError as invalid:
         first = invalid.errors(include_url=False)[0]
         name = ".".join(map(str, first["loc"]))
-        raise error(f"{where}{name}: found {first['input']!r}; {first['msg']}.") from None
+        raise error(f"{where}{name}: found {short(first['input'])}; {first['msg']}.") from None
+
+
+def check_bound(name: str, value: Any) -> None:
+    """Raise InputError if a caller's value is beyond its bound; other types are checked later."""
+    bound = BOUNDS[name]
+    if bound.is_list:
+        values = value if isinstance(value, list | tuple) else [value]
+        count = len(values)
+        if count <= bound.most and not bound.item:
+            count = sum(len(item) if isinstance(item, list | tuple) else 1 for item in values)
+        if count > bound.most:
+            raise InputError(f"{name}: found {count} items, expected at most {bound.most:g}.")
+        _check_items(name, values, bound.item)
+    elif (
+        isinstance(value, int | float)
+        and math.isfinite(value)
+        and not bound.least <= value <= bound.most
+    ):
+        low, high = (
+            f"{end:.12g}" if isinstance(end, float) else end for end in (bound.least, bound.most)
+        )
+        raise InputError(f"{name}: found {short(value)}, expected a number from {low} to {high}.")
+
+
+def _check_items(name: str, values: Sequence[Any], most: int) -> None:
+    for index, item in enumerate(values):
+        if most and isinstance(item, str) and len(item) > most:
+            raise InputError(
+                f"{name}[{index}]: found {len(item)} characters, expected at most {most}."
+            )
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = _MAX_SHOWN
+
+
+def short(value: Any) -> str:
+    """Return what a message shows of a value, which may be large."""
+    return _SHORT.repr(value)

@@ -25,19 +25,21 @@ Processor = Callable[[Tokens, Scores], Scores]
 Warper = Callable[[Scores], Scores]
 
 _NEVER = np.float32(-np.inf)
+_NONE = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
 class Forbid:
     """Give tokens no chance."""
 
-    banned: Callable[[Tokens], Sequence[int]]
-    """Returns the tokens that may not follow a sequence."""
+    banned: Callable[[Tokens], Sequence[int] | NDArray[np.int64]]
+    """Returns the tokens that may not follow a sequence; an array if they are always the same."""
 
     def __call__(self, tokens: Tokens, scores: Scores) -> Scores:
         """Return the scores, with minus infinity for the banned tokens."""
-        banned = [token for token in self.banned(tokens) if token < len(scores)]
-        if not banned:
+        banned = np.asarray(self.banned(tokens), np.int64)
+        banned = banned[banned < len(scores)]
+        if not len(banned):
             return scores
         scores = scores.copy()
         scores[banned] = _NEVER
@@ -61,15 +63,15 @@ class Force:
         return forced
 
 
-def banned_tokens(processors: Sequence[Processor], tokens: Tokens) -> list[int] | None:
+def banned_tokens(processors: Sequence[Processor], tokens: Tokens) -> NDArray[np.int64] | None:
     """Return the tokens that may not follow a sequence; None if other scores change, too."""
-    banned: list[int] = []
+    banned: list[NDArray[np.int64]] = [_NONE]
     for processor in processors:
         if isinstance(processor, Forbid):
-            banned += processor.banned(tokens)
+            banned.append(np.asarray(processor.banned(tokens), np.int64))
         elif not isinstance(processor, Force) or processor.length == len(tokens):
             return None
-    return banned
+    return np.concatenate(banned)
 
 
 def make_processors(options: GenerationOptions, *, prompt: int, longest: int) -> list[Processor]:
@@ -81,17 +83,20 @@ def make_processors(options: GenerationOptions, *, prompt: int, longest: int) ->
         longest: the largest length, with the prompt.
     """
     processors: list[Processor] = []
-    ends = list(options.eos_token_id)
+    ends = _array(options.eos_token_id)
     if options.repetition_penalty != 1.0:
         processors.append(partial(_penalize, penalty=options.repetition_penalty))
     if options.no_repeat_ngram_size:
         processors.append(Forbid(partial(_repeating, size=options.no_repeat_ngram_size)))
     # A bad word that is only an end token would never let a sequence end.
-    words = [word for word in options.bad_words_ids if not (len(word) == 1 and word[0] in ends)]
+    end_tokens = frozenset(options.eos_token_id)
+    words = [
+        word for word in options.bad_words_ids if not (len(word) == 1 and word[0] in end_tokens)
+    ]
     if words:
         processors.append(Forbid(partial(_last_of_words, words=words)))
-    if (shortest := options.shortest(prompt)) and ends:
-        processors.append(Forbid(lambda tokens: ends if len(tokens) < shortest else ()))
+    if (shortest := options.shortest(prompt)) and len(ends):
+        processors.append(Forbid(lambda tokens: ends if len(tokens) < shortest else _NONE))
     if (first := options.forced_bos_token_id) is not None:
         # `ForcedBOSTokenLogitsProcessor` of transformers acts behind a single token.
         processors.append(Force([first], length=1))
@@ -99,13 +104,13 @@ def make_processors(options: GenerationOptions, *, prompt: int, longest: int) ->
         # `ForcedEOSTokenLogitsProcessor` of transformers acts at the last place.
         processors.append(Force(last, length=longest - 1))
     if options.suppress_tokens:
-        suppressed = list(options.suppress_tokens)
+        suppressed = _array(options.suppress_tokens)
         processors.append(Forbid(lambda _: suppressed))
     if options.begin_suppress_tokens:
         # As in transformers: a first token that is forced still belongs to the prompt.
         begin = prompt + (1 if prompt == 1 and options.forced_bos_token_id is not None else 0)
-        at_begin = list(options.begin_suppress_tokens)
-        processors.append(Forbid(lambda tokens: at_begin if len(tokens) == begin else ()))
+        at_begin = _array(options.begin_suppress_tokens)
+        processors.append(Forbid(lambda tokens: at_begin if len(tokens) == begin else _NONE))
     return processors
 
 
@@ -144,14 +149,20 @@ def _penalize(tokens: Tokens, scores: Scores, *, penalty: float) -> Scores:
     return scores
 
 
-def _repeating(tokens: Tokens, *, size: int) -> list[int]:
+def _array(tokens: Sequence[int]) -> NDArray[np.int64]:
+    return np.unique(np.asarray(tokens, np.int64))
+
+
+def _repeating(tokens: Tokens, *, size: int) -> NDArray[np.int64]:
     """Return the tokens that would end an n-gram of the sequence again."""
-    beginning = tuple(tokens[len(tokens) - size + 1 :])
-    return [
-        tokens[at + size - 1]
-        for at in range(len(tokens) - size + 1)
-        if tuple(tokens[at : at + size - 1]) == beginning
-    ]
+    sequence = np.asarray(tokens, np.int64)
+    starts = np.arange(len(sequence) - size + 1)
+    beginning = sequence[len(sequence) - size + 1 :]
+    for offset in range(size - 2, -1, -1):  # the last token first, which leaves few
+        if not len(starts):
+            break
+        starts = starts[sequence[starts + offset] == beginning[offset]]
+    return sequence[starts + size - 1]
 
 
 def _last_of_words(tokens: Tokens, *, words: Sequence[tuple[int, ...]]) -> list[int]:

@@ -107,12 +107,14 @@ class Search(ABC):
     done: bool = field(default=False, init=False)
     error: Exception | None = field(default=None, init=False)
     """What ended the search in a batch before it had results; None otherwise."""
+    _ends: frozenset[int] = field(init=False)
     _processors: list[Processor] = field(init=False)
     _warpers: list[Warper] = field(init=False)
     _random: np.random.Generator = field(init=False)
 
     def __post_init__(self) -> None:
         options = self.options
+        self._ends = frozenset(options.eos_token_id)
         self._processors = make_processors(options, prompt=len(self.prompt), longest=self.longest)
         self._warpers = make_warpers(options) if options.do_sample else []
         self._random = np.random.default_rng(
@@ -153,7 +155,7 @@ class Search(ABC):
 
     def _finish_of(self, tokens: Sequence[int]) -> str:
         """Return how a sequence with its prompt has ended; empty if it goes on."""
-        if tokens[-1] in self.options.eos_token_id:
+        if tokens[-1] in self._ends:
             return "stop"
         if self.stops is not None and self.stops(list(tokens[len(self.prompt) :])):
             return "stop"
@@ -326,9 +328,16 @@ class BeamSearch(Search):
         """Extend the beams by their best continuations."""
         beams = self.options.num_beams
         continuations = self._continuations(candidates)
-        for _, beam in continuations:
+        going: list[tuple[int, _Beam]] = []
+        # There is one more for each end token. What comes behind those that go on, and the one that
+        # they are compared with, counts for nothing: neither do its tokens become a text.
+        for rank, (row, beam) in enumerate(continuations):
             beam.finish = self._finish_of(beam.tokens)
-        going = [continuation for continuation in continuations if not continuation[1].finish]
+            if not beam.finish:
+                going.append((row, beam))
+            if len(going) > beams:
+                del continuations[rank + 1 :]
+                break
         # Beams that ended stay behind the others, as in transformers: with too few, they go on.
         ended = [
             (row, _Beam(beam.tokens, beam.score + _WORST))
@@ -395,7 +404,8 @@ class BeamSearch(Search):
         if candidates.log_probs is not None:
             scores = candidates.log_probs.copy()
             for row, beam in enumerate(self._running):
-                if banned := banned_tokens(self._processors, beam.tokens):
+                banned = banned_tokens(self._processors, beam.tokens)
+                if banned is not None and len(banned):
                     scores[row, np.isin(candidates.tokens[row], banned)] = -np.inf
             return scores, candidates.tokens
         # (beams, vocabulary). transformers changes the log-probabilities of a beam search, not its

@@ -27,7 +27,11 @@ from enginery.runtime.generation.inputs import (
     read_positions,
     require_prepared,
 )
-from enginery.runtime.generation.options import GenerationOptions, read_generation_config
+from enginery.runtime.generation.options import (
+    GenerationOptions,
+    check_bound,
+    read_generation_config,
+)
 from enginery.runtime.generation.search import Hypothesis, Search, make_search
 from enginery.runtime.generation.stream import TextStream
 from enginery.runtime.tasks.results import Alternatives, ColumnName, Result
@@ -49,10 +53,8 @@ from enginery.runtime.text.chat_template import ChatTemplate, Message
 from enginery.runtime.text.tokenizer import TextTokenizer
 
 _PROBE_TOKENS = 2
-# Bounds of what each step compares with every text, in the thread that all requests share.
-_MAX_STOPS = 16
-_MAX_STOP_CHARACTERS = 256
-_MAX_EXCLUDED = 1000
+_COMPARED = ("bad_words_ids", "eos_token_id", "forced_eos_token_id", "stop_strings")
+"""Lists that each step compares with every text, in the thread that all requests share."""
 _FORM_OPTIONS = (
     "max_new_tokens",
     "num_beams",
@@ -286,10 +288,8 @@ class Generate(Task):
                 f"{limits.max_new_tokens}.",
                 field="max_new_tokens",
             )
-        _require_count(len(chosen.stop_strings), "stop strings", _MAX_STOPS)
-        for stop in chosen.stop_strings:
-            _require_count(len(stop), "characters in a stop string", _MAX_STOP_CHARACTERS)
-        _require_count(sum(map(len, chosen.bad_words_ids)), "tokens of bad words", _MAX_EXCLUDED)
+        for name in _COMPARED:  # also those of the model's own file
+            check_bound(name, getattr(chosen, name))
         forced = [*chosen.forced_eos_token_id]
         if chosen.forced_bos_token_id is not None:
             forced.append(chosen.forced_bos_token_id)
@@ -484,8 +484,3 @@ class GenerateFromAudio(Generate):
     modality = "audio"
     tasks = ("automatic-speech-recognition-with-past",)
     inputs = (InputField("audio"),)
-
-
-def _require_count(count: int, unit: str, limit: int) -> None:
-    if count > limit:
-        raise InputError(f"the request has {count} {unit}, expected at most {limit}.")

@@ -4,27 +4,32 @@
     template.render([{"role": "user", "content": "Is it warm?"}], add_generation_prompt=True)
 
 A template is a Jinja document in `chat_template.jinja` or `tokenizer_config.json`. It comes with
-the model, so it runs in Jinja's sandbox, as in transformers, with bounds on what it can build.
+the model, so it runs in Jinja's sandbox, as in transformers, and in a child process with limits on
+memory and time: many ways lead to a text of gigabytes, and to loops without end.
 """
 
 from __future__ import annotations
 
-import json
+import os
+import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from enginery.core.errors import ArtifactError
 from enginery.core.json_file import read_document
+from enginery.core.model.confinement import is_confined
 from enginery.core.model.files import (
     SentenceBertConfig,
     SentenceTransformersConfig,
     TokenizerConfig,
     module_kinds,
 )
+from enginery.core.subprocess import WorkerProcess, WorkerResult
+from enginery.runtime.text.template_worker import handle_request, limited_memory
 from enginery.runtime.text.tokenizer_files import TokenizerFiles
 
 FILE = "chat_template.jinja"
@@ -34,8 +39,14 @@ Message = Mapping[str, Any]
 
 _MAX_BYTES = 2**20
 """Size of the largest template that is read; published ones have up to 20 kB."""
-_MAX_REPEATED = 2**16
-"""Largest result of a multiplication, and largest range, in a template."""
+_MAX_SECONDS = 10.0
+"""Time after which a rendering is ended; published templates take a millisecond."""
+_WAIT_SECONDS = 20.0
+"""Maximum time to wait for the renderings of others."""
+_ALWAYS = {"tools": None, "documents": None}
+"""Variables that transformers defines for every conversation."""
+_CONVERSATIONS_TOGETHER = 64
+"""Number of conversations that the child renders at a time."""
 
 
 @dataclass(frozen=True)
@@ -79,104 +90,85 @@ class ChatTemplate:
             variables: further variables of the template, such as `add_generation_prompt`.
 
         Raises:
-            ArtifactError: the template is invalid, or rejects the messages.
+            ArtifactError: the template is invalid, rejects the messages, or needs too much time or
+                memory.
         """
-        import jinja2
+        (prompt,) = self.render_all([messages], **variables)
+        return prompt
 
-        try:
-            rendered: str = self.compiled.render(
-                messages=messages, **{**self.special_tokens, **variables}
+    def render_all(self, conversations: Sequence[Sequence[Message]], **variables: Any) -> list[str]:
+        """Return the prompt for each conversation; see `render`."""
+        prompts: list[str] = []
+        for start in range(0, len(conversations), _CONVERSATIONS_TOGETHER):
+            result = self._request(
+                "render",
+                conversations=conversations[start : start + _CONVERSATIONS_TOGETHER],
+                variables={**_ALWAYS, **self.special_tokens, **variables},
             )
-        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-            raise ArtifactError(
-                f"the chat template in {self.file} fails on these messages: {_clause(error)}."
-            ) from error
-        return rendered
+            prompts += result["prompts"]
+        return prompts
 
-    @cached_property
-    def compiled(self) -> Any:
-        """The compiled Jinja template.
+    def check(self) -> None:
+        """Raise ArtifactError if the template is invalid."""
+        self._request("check")
 
-        Raises:
-            ArtifactError: the template is invalid.
-        """
-        import jinja2
-        import jinja2.ext
-        import jinja2.nodes
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    def _request(self, command: str, **values: Any) -> WorkerResult:
+        values |= {"text": self.text, "file": str(self.file)}
+        if is_confined():  # by a process that traces a model, and is thrown away itself
+            with limited_memory():
+                return handle_request(values)
+        return _renderer(self.text).request(command, **values)
 
-        class Environment(ImmutableSandboxedEnvironment):
-            """Jinja's sandbox, where no operator builds gigabytes."""
 
-            intercepted_binops = frozenset(("*", "**"))
+class _Renderer:
+    """The child process that renders one template, which is started again if it ends."""
 
-            def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-                # `"a" * 10**9` and powers allocate before the sandbox can see the result.
-                sizes = [len(x) if hasattr(x, "__len__") else abs(x) for x in (left, right)]
-                if operator == "**" or sizes[0] * sizes[1] > _MAX_REPEATED:
-                    raise jinja2.exceptions.SecurityError(f"{operator} is limited")
-                return super().call_binop(context, operator, left, right)
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: WorkerProcess | None = None
+        self._owner = 0
 
-        class GenerationTag(jinja2.ext.Extension):
-            """Renders `{% generation %}`, which marks a model's own words for training."""
-
-            tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
-
-            def parse(self, parser: Any) -> Any:
-                line = next(parser.stream).lineno
-                body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-                # What is set in the block is not set behind it, as in transformers.
-                return jinja2.nodes.Scope(body, lineno=line)
-
-        # Jinja's own filter escapes `<` and `&` for HTML, which models were not trained on.
-        def to_json(
-            value: Any,
-            ensure_ascii: bool = False,  # as transformers' filter
-            indent: int | None = None,
-            separators: tuple[str, str] | None = None,
-            sort_keys: bool = False,
-        ) -> str:
-            return json.dumps(
-                value,
-                ensure_ascii=ensure_ascii,
-                indent=indent,
-                separators=separators,
-                sort_keys=sort_keys,
-            )
-
-        def strftime_now(pattern: str) -> str:
-            return datetime.now().strftime(pattern)  # as transformers does
-
-        def limited_range(*bounds: int) -> range:
-            values = range(*bounds)
-            if len(values) > _MAX_REPEATED:
-                raise jinja2.exceptions.SecurityError("a range is too long")
-            return values
-
-        def reject(message: str) -> NoReturn:
-            raise jinja2.TemplateError(message)
-
-        # The settings of transformers' `apply_chat_template`: other blanks would be other tokens.
-        environment = Environment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[GenerationTag, "jinja2.ext.loopcontrols"],
-        )
-        environment.filters["tojson"] = to_json
-        environment.globals["raise_exception"] = reject
-        environment.globals["range"] = limited_range
-        environment.globals["strftime_now"] = strftime_now
+    def request(self, command: str, **values: Any) -> WorkerResult:
+        """Send a request; see `ChatTemplate`."""
+        where = f"the chat template in {values['file']}"
+        if not self._lock.acquire(timeout=_WAIT_SECONDS):
+            raise ArtifactError(f"{where} is busy: others wait for it.")
         try:
-            return environment.from_string(self.text)
-        except jinja2.TemplateError as error:
+            process = self._process
+            if process is None or not process.is_alive or self._owner != os.getpid():
+                process = self._start(where)
+            return process.request(command, timeout_seconds=_MAX_SECONDS, **values)
+        finally:
+            self._lock.release()
+
+    def _start(self, where: str) -> WorkerProcess:
+        if self._process is not None:
+            _end(self._process, self._owner)
+        try:
+            process = WorkerProcess(
+                "enginery.runtime.text.template_worker",
+                log=Path(os.devnull),
+                description=where,
+                error=ArtifactError,
+            )
+        except OSError as error:
             raise ArtifactError(
-                f"the chat template in {self.file} is invalid: {_clause(error)}."
+                f"{where} cannot be rendered: its process does not start: {error.strerror}."
             ) from error
+        self._process, self._owner = process, os.getpid()
+        weakref.finalize(self, _end, process, self._owner)
+        process.request("check", text="", file="")  # without a limit: it imports Jinja
+        return process
 
 
-def _clause(error: Exception) -> str:
-    """Return an error's message as the end of a sentence; Jinja's messages are sentences."""
-    return ", ".join(sentence.rstrip(".") for sentence in str(error).split(". "))
+def _end(process: WorkerProcess, owner: int) -> None:
+    if os.getpid() == owner:  # a process that was forked from it shares the descriptors only
+        process.close()
+
+
+@lru_cache(maxsize=16)
+def _renderer(text: str) -> _Renderer:  # noqa: ARG001  each template has its own
+    return _Renderer()
 
 
 @dataclass(frozen=True)
@@ -217,7 +209,7 @@ class PairTemplate:
         prompts = SentenceTransformersConfig.read(directory)
         instruction = prompts.prompts.get(prompts.default_prompt_name) or ""
         variables = sentence.processing_kwargs.chat_template
-        _ = chat.compiled  # else the loop would hide that the template is invalid
+        chat.check()  # else the loop would hide that the template is invalid
         # Templates read content as a string or, like those for images, as a list of parts.
         for structured in (False, True):
             template = cls(chat, instruction, variables, structured)
@@ -235,20 +227,27 @@ class PairTemplate:
 
     def render(self, query: str, document: str, *, instruction: str = "") -> str:
         """Return the prompt for one pair; an empty instruction means the model's own."""
-        contents = {
-            "system": instruction or self.instruction,
-            "query": query,
-            "document": document,
-        }
-        messages = [
-            {
-                "role": role,
-                "content": [{"type": "text", "text": text}] if self.structured else text,
-            }
-            for role, text in contents.items()
-            if text or role != "system"
+        (prompt,) = self.render_all([(query, document)], instruction=instruction)
+        return prompt
+
+    def render_all(self, pairs: Sequence[tuple[str, str]], *, instruction: str = "") -> list[str]:
+        """Return the prompt for each pair of a query and a document; see `render`."""
+        conversations = [
+            [
+                {
+                    "role": role,
+                    "content": [{"type": "text", "text": text}] if self.structured else text,
+                }
+                for role, text in (
+                    ("system", instruction or self.instruction),
+                    ("query", query),
+                    ("document", document),
+                )
+                if text or role != "system"
+            ]
+            for query, document in pairs
         ]
-        return self.chat.render(messages, **self.variables)
+        return self.chat.render_all(conversations, **self.variables)
 
     @cached_property
     def suffix(self) -> str:

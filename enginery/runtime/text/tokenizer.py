@@ -394,11 +394,14 @@ class TextTokenizer:
     ) -> list[Any]:
         """Encode pairs as prompts. A long document is cut, and what follows it stays."""
         singles = iter(self.encode([item for item in texts if isinstance(item, str)]))
-        prompts = [
-            template.render(*map(self._shorten, item), instruction=instruction)
-            for item in texts
-            if not isinstance(item, str)
-        ]
+        prompts = template.render_all(
+            [
+                (self._shorten(item[0]), self._shorten(item[1]))
+                for item in texts
+                if not isinstance(item, str)
+            ],
+            instruction=instruction,
+        )
         *ids, suffix = (
             encoding.ids
             for encoding in _encode_each(

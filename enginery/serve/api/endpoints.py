@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import orjson
 from pydantic import BaseModel
@@ -25,6 +28,12 @@ from enginery.serve.models.served_model import ServedModel, UnavailableError
 from enginery.serve.observability.record import Protocol
 
 Handler = Callable[..., Awaitable[Response]]
+Result = TypeVar("Result")
+
+_SMALL_BODY_BYTES = 65_536
+"""Size of a body that is parsed in less than a few milliseconds."""
+_PARSING = ThreadPoolExecutor(1, "enginery-parse")
+"""The thread that parses larger ones."""
 
 INFERENCE_STATUSES = (400, 404, 413, 422, 429, 503)
 """Error statuses of a route that runs a model. The OpenAPI document adds 401 and those of every
@@ -72,8 +81,8 @@ class Endpoint:
             else:
                 body = scope["state"]["body"]
                 is_empty = self.has_optional_body and not body.strip()
-                values = {} if is_empty else json_object(body)
-                response = await self.handler(request, parse(self.body, values))
+                read = partial(_read_body, self.body, b"{}" if is_empty else body)
+                response = await self.handler(request, await parsed(read, len(body)))
         except (EngineryError, HTTPException):
             raise
         except Exception as error:  # a bug, which must not affect other requests
@@ -105,6 +114,23 @@ class Routes:
             return handler
 
         return declare
+
+
+def _read_body(kind: type[BaseModel], body: bytes) -> BaseModel:
+    return parse(kind, json_object(body))
+
+
+async def parsed(read: Callable[[], Result], size: int) -> Result:
+    """Return what `read` makes of a request's body; run it in a thread if the body is large.
+
+    Args:
+        read: parses the body; raises HTTPError if it is invalid.
+        size: number of bytes of the body.
+    """
+    if size <= _SMALL_BODY_BYTES:
+        return read()
+    # In one thread for all: a parser holds Python's lock, which the event loop gets in between.
+    return await asyncio.get_running_loop().run_in_executor(_PARSING, read)
 
 
 def json_response(value: Any, status: int = 200) -> Response:

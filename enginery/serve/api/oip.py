@@ -16,6 +16,7 @@ classification, and for the configuration, statistics and index of models.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -34,6 +35,7 @@ from enginery.serve.api.endpoints import (
     INFERENCE_STATUSES,
     Routes,
     json_response,
+    parsed,
     registry_of,
     require_ready,
     run_inference,
@@ -280,10 +282,11 @@ class OutputSelection:
 )
 async def infer(request: Request) -> Response:
     """Answer POST /v2/models/{model}/infer."""
-    values, tail = await _split(request)
+    content, length = request.scope["state"]["body"], request.headers.get(HEADER_LENGTH)
+    values, tail = await parsed(partial(_split, content, length), len(content))
     model = require_ready(request, _model(request))
     body = parse(InferRequest, values)
-    tensors = _tensors(body, tail)
+    tensors = await parsed(partial(_tensors, body, tail), len(content))
     parameters = dict(body.parameters or {})
     binary = parameters.pop("binary_data_output", None)
     if binary is not None and not isinstance(binary, bool):
@@ -529,9 +532,8 @@ def _model(request: Request) -> ServedModel:
     return model
 
 
-async def _split(request: Request) -> tuple[dict[str, Any], BinaryData]:
-    """Split a body into its JSON object and the binary data after it."""
-    body, length = request.scope["state"]["body"], request.headers.get(HEADER_LENGTH)
+def _split(body: bytes, length: str | None) -> tuple[dict[str, Any], BinaryData]:
+    """Split a body into its JSON object, of so many bytes, and the binary data after it."""
     if length is None:
         return json_object(body), BinaryData(b"")
     if not (

@@ -48,6 +48,8 @@ DATATYPE_OF = {dtype: name for name, dtype in DATATYPES.items()}
 
 _MAX_DIMS = 8
 _MAX_ELEMENTS = 2**31 - 1
+_MAX_STRINGS = 65_536
+"""Number of elements of a BYTES tensor; each becomes an object, while numbers share an array."""
 _LENGTH = struct.Struct("<I")
 _DATATYPE_OF_OUTPUT = {"float32": "FP32", "int64": "INT64", "string": "BYTES"}
 # First bytes of PNG, JPEG, GIF, WebP, TIFF, BMP and AVIF files; of WAV, OGG, FLAC and MP3 files.
@@ -131,7 +133,7 @@ def read_tensor(tensor: dict[str, Any], tail: BinaryData, path: str) -> InferTen
             field=f"{path}.datatype",
             do=f"Supported: {', '.join(DATATYPES)}.",
         )
-    shape = _shape(tensor.get("shape"), where, path)
+    shape = _shape(tensor.get("shape"), datatype, where, path)
     parameters = tensor.get("parameters") or {}
     if not isinstance(parameters, dict):
         raise invalid_value(f"{path}.parameters", "an object", parameters)
@@ -167,7 +169,7 @@ def _string(tensor: dict[str, Any], name: str, path: str) -> str:
     return value
 
 
-def _shape(shape: Any, where: str, path: str) -> tuple[int, ...]:
+def _shape(shape: Any, datatype: str, where: str, path: str) -> tuple[int, ...]:
     field = f"{path}.shape"
     if not isinstance(shape, list):
         raise invalid_value(field, "a list of sizes", shape)
@@ -180,10 +182,10 @@ def _shape(shape: Any, where: str, path: str) -> tuple[int, ...]:
             raise invalid_value(
                 f"{field}[{index}]", f"a whole number from 0 to {_MAX_ELEMENTS}", size
             )
-    count = math.prod(shape)
-    if count > _MAX_ELEMENTS:
+    count, limit = math.prod(shape), _MAX_STRINGS if datatype == "BYTES" else _MAX_ELEMENTS
+    if count > limit:
         raise invalid_field(
-            f"{where}: found a shape of {count} elements, expected at most {_MAX_ELEMENTS}.",
+            f"{where}: found a shape of {count} elements, expected at most {limit}.",
             field=field,
         )
     if count == 0:
@@ -218,6 +220,12 @@ def _elements(data: memoryview, count: int, shape: Sequence[int], where: str) ->
     items: list[bytes] = []
     at = 0
     while at < len(data):
+        if len(items) == count:
+            raise invalid_field(
+                f"{where}: found {len(data) - at} bytes after {count} elements: "
+                f"shape {list(shape)}.",
+                field="data",
+            )
         if len(data) - at < _LENGTH.size:
             raise invalid_field(
                 f"{where}: found {len(data) - at} bytes at the end, expected the 4 bytes of a "
@@ -249,6 +257,8 @@ def _check_count(size: int, count: int, shape: Sequence[int], where: str) -> Non
 def _from_json(
     data: Any, datatype: str, shape: tuple[int, ...], where: str
 ) -> NDArray[Any] | list[bytes]:
+    if type(data) is list and data and type(data[0]) is not list:  # before it is looked at
+        _check_count(len(data), math.prod(shape), shape, where)
     flat = _flattened(data, shape, where)
     _check_count(len(flat), math.prod(shape), shape, where)
     kinds = set(map(type, flat))

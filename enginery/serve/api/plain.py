@@ -12,6 +12,7 @@ as JSON in the field `parameters`.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -27,6 +28,7 @@ from enginery.serve.api.endpoints import (
     Routes,
     config_of,
     json_response,
+    parsed,
     registry_of,
     require_task,
     run_inference,
@@ -44,6 +46,7 @@ from enginery.serve.api.requests import (
     token_ids,
     unknown_field,
 )
+from enginery.serve.models.served_model import too_many_inputs
 
 routes = Routes("plain")
 
@@ -130,7 +133,7 @@ async def _read(request: Request, task: Task) -> PredictInputs:
         # curl --data-binary declares files as forms
         return await _read_file(request, task.modality)
     try:
-        values = json_object(body)
+        values = await parsed(partial(json_object, body), len(body))
     except HTTPError as error:
         if not takes_files:
             raise
@@ -146,7 +149,11 @@ async def _read(request: Request, task: Task) -> PredictInputs:
     if values.get("inputs") is None:
         state = "null" if "inputs" in values else "missing"
         raise invalid_field(f"inputs is {state}, expected {expected_inputs(task)}.", field="inputs")
-    items, single = read_inputs(task, values["inputs"])
+    inputs, max_inputs = values["inputs"], config_of(request).max_inputs
+    # Counted before each is looked at; a list of whole numbers can be the token ids of one.
+    if isinstance(inputs, list) and len(inputs) > max_inputs and type(inputs[0]) is not int:
+        raise too_many_inputs(len(inputs), max_inputs)
+    items, single = await parsed(partial(read_inputs, task, values["inputs"]), len(body))
     return PredictInputs(items, parameters, single=single)
 
 

@@ -32,6 +32,8 @@ from enginery.runtime.tasks.task import (
 from enginery.serve.api.errors import HTTPError, empty_input, invalid_body, invalid_field
 
 MAX_TOKEN_ID = 2**31 - 1
+MAX_TOKEN_IDS = 2**18
+"""Maximum number of token ids of a text."""
 FILES: Mapping[Modality, str] = {"image": "an image file", "audio": "an audio file"}
 """What inputs that are not texts are called in messages."""
 
@@ -107,6 +109,8 @@ def token_ids(value: list[Any], path: str = "") -> list[int]:
     """Check the token ids of one text; raise FieldValueError if they are invalid."""
     if not value:
         raise FieldValueError(value, "one token id or more", path, is_empty=True)
+    if len(value) > MAX_TOKEN_IDS:
+        raise FieldValueError(value, f"{MAX_TOKEN_IDS} token ids at most", path)
     for index, item in enumerate(value):
         if type(item) is not int or not 0 <= item <= MAX_TOKEN_ID:
             raise FieldValueError(item, f"a token id from 0 to {MAX_TOKEN_ID}", f"{path}[{index}]")

@@ -12,9 +12,12 @@ supported, and a model of another task is an error with status 422 instead of 42
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from itertools import islice
 from typing import Annotated, Any, Literal
 
 import numpy as np
+import orjson
 from pydantic import Field, PlainValidator, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
@@ -28,6 +31,7 @@ from enginery.serve.api.endpoints import (
     config_of,
     has_task,
     json_response,
+    parsed,
     registry_of,
     require_ready,
     run_inference,
@@ -57,6 +61,10 @@ Pair = str | tuple[str, str]
 
 _SHORT_CHARACTERS = 2048
 """Number of characters or token ids that take about a millisecond."""
+_CHARACTERS_PER_TOKEN = 4
+"""Number of characters that /tokenize takes for each token that it may return."""
+_TOKENS_TOGETHER = 4096
+"""Number of tokens that become JSON at a time."""
 
 
 class Truncation(RequestBody):
@@ -351,17 +359,23 @@ async def root(request: Request) -> Response:
 
     Inputs of /similarity, which TEI takes here with its task sentence-similarity, are an object.
     """
-    values = json_object(request.scope["state"]["body"])
+    content = request.scope["state"]["body"]
+    values = await parsed(partial(json_object, content), len(content))
     name = parse(RootRequest, values).model
     model, task = select_model(request, name, "embed", "classify")
     values["model"] = model.name
-    if task.verb == "embed" and isinstance(values.get("inputs"), dict):
-        return await similarity(request, parse(SimilarityRequest, values))
+    handler: Any
+    kind: type[RequestBody]
     if task.verb == "embed":
-        return await embed(request, parse(EmbedRequest, values))
-    if _has_one_label(model):
-        return await rerank(request, parse(RerankRequest, values))
-    return await predict(request, parse(PredictRequest, values))
+        of_sentences = isinstance(values.get("inputs"), dict)
+        handler, kind = (similarity, SimilarityRequest) if of_sentences else (embed, EmbedRequest)
+    else:
+        ranks = _has_one_label(model)
+        handler, kind = (rerank, RerankRequest) if ranks else (predict, PredictRequest)
+    response: Response = await handler(
+        request, await parsed(partial(parse, kind, values), len(content))
+    )
+    return response
 
 
 @routes.post(
@@ -383,16 +397,22 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         )
     texts = body.inputs
     _check_count(request, len(texts))
+    max_tokens = config_of(request).queue_tokens
+    characters = sum(map(len, texts))
+    # A token has a character at least, except for those that a tokenizer adds.
+    _check_total(characters, _CHARACTERS_PER_TOKEN * max_tokens, "characters")
     if task.tokenizer.lower_case:  # as for inference
         texts = [text.lower() for text in texts]
     special = body.add_special_tokens is not False
 
-    def tokens() -> list[list[dict[str, Any]]]:
+    def tokens() -> bytes:
         encodings = task.tokenizer.encode_untruncated(texts, special=special)
-        return [_tokens(text, encoding) for text, encoding in zip(texts, encodings, strict=True)]
+        _check_total(sum(map(len, encodings)), max_tokens, "tokens")
+        return b"[%b]" % b",".join(map(_tokens_json, texts, encodings))
 
-    cost: ProcessingCost = "medium" if sum(map(len, texts)) <= _SHORT_CHARACTERS else "heavy"
-    return json_response(await model.in_thread(tokens, inputs=len(texts), cost=cost))
+    cost: ProcessingCost = "medium" if characters <= _SHORT_CHARACTERS else "heavy"
+    content = await model.in_thread(tokens, inputs=len(texts), cost=cost)
+    return Response(content, media_type="application/json")
 
 
 @routes.post(
@@ -406,13 +426,14 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
 async def decode(request: Request, body: DecodeRequest) -> Response:
     """Answer POST /decode: decode token ids to texts."""
     model, task = _text_model(request, body.model)
+    _check_count(request, len(body.ids))
+    _check_total(sum(map(len, body.ids)), config_of(request).queue_tokens, "tokens")
     vocabulary = task.tokenizer.backend.get_vocab_size()
     for row in body.ids:
         if max(row) >= vocabulary:
             raise invalid_field(
                 f"ids: found the token id {max(row)}, expected 0 to {vocabulary - 1}.", field="ids"
             )
-    _check_count(request, len(body.ids))
     skip = body.skip_special_tokens is not False
 
     def texts() -> list[str]:
@@ -441,6 +462,16 @@ def _check_count(request: Request, count: int) -> None:
         )
 
 
+def _check_total(total: int, limit: int, unit: str) -> None:
+    """Raise HTTPError if a request has too many characters or tokens."""
+    if total > limit:
+        raise HTTPError(
+            413,
+            f"found {total} {unit}, expected at most {limit}.",
+            do="Send several requests.",
+        )
+
+
 def _is_batch(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and not isinstance(value[0], str)
 
@@ -455,22 +486,24 @@ def _has_one_label(model: ServedModel) -> bool:
     return len(model.backend.config.id2label or (0, 1)) == 1
 
 
-def _tokens(text: str, encoding: Any) -> list[dict[str, Any]]:
-    byte_offsets = _byte_offsets(text)
-    tokens = []
-    for token_id, token, (start, stop), special in zip(
-        encoding.ids, encoding.tokens, encoding.offsets, encoding.special_tokens_mask, strict=True
-    ):
-        tokens.append(
-            {
-                "id": token_id,
-                "text": token if special else text[start:stop],
-                "special": bool(special),
-                "start": None if special else byte_offsets[start],
-                "stop": None if special else byte_offsets[stop],
-            }
-        )
-    return tokens
+def _tokens_json(text: str, encoding: Any) -> bytes:
+    """Return the tokens of a text as JSON, made in pieces, since their dicts take more memory."""
+    offsets = _byte_offsets(text)
+    columns = (encoding.ids, encoding.tokens, encoding.offsets, encoding.special_tokens_mask)
+    rows = zip(*columns, strict=True)
+    pieces = []
+    while piece := [
+        {
+            "id": token_id,
+            "text": token if special else text[start:stop],
+            "special": bool(special),
+            "start": None if special else offsets[start],
+            "stop": None if special else offsets[stop],
+        }
+        for token_id, token, (start, stop), special in islice(rows, _TOKENS_TOGETHER)
+    ]:
+        pieces.append(orjson.dumps(piece)[1:-1])
+    return b"[%b]" % b",".join(pieces)
 
 
 def _byte_offsets(text: str) -> Sequence[int]:

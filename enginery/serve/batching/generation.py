@@ -174,7 +174,7 @@ class GenerationScheduler:
             EngineryError: an input failed; the first error is raised.
         """
         queue, request = self.queue, _Request()
-        arrived, backlog_seconds = time.perf_counter(), queue.backlog_seconds
+        arrived = time.perf_counter()
         for entry in entries:
             search: TextSearch = entry.row.content
             entry.request, entry.weight = request, search.rows
@@ -183,7 +183,7 @@ class GenerationScheduler:
         remaining = len(entries)
         self._requests.add(request)
         try:
-            queue.put(entries, now=arrived)
+            backlog_seconds = queue.put(entries, now=arrived)
             while remaining:
                 event = await request.events.get()
                 if isinstance(event, BaseException):

@@ -1,16 +1,21 @@
 """The queue of rows that wait for a worker, with admission control.
 
 No timer delays a batch: a free worker takes the row that is due first, together with rows of
-similar length (see `planner`). The first row of a request is due when the request arrives; each
-further row is due when the rows before it in the request would be done. So a long request does not
-block short ones that arrive after it.
+similar length (see `planner`). What is due first depends on the size of a request:
+
+- Short requests, which fit one batch, run in order of arrival.
+- Lists take turns row by row (start-time fair queueing): a row's turn comes when as many tokens
+  of each other list have run as of its own list were before it.
+- If both wait, they share the workers in proportion to the number of their requests, but lists get
+  half at most. So however many lists there are, a short request waits for the batches that run, one
+  of a list, and the short requests before it.
 
 A request is rejected (HTTP 429) if too many rows or tokens wait, or if its estimated wait is too
-long. The estimate starts from the backlog: the tokens in the queue times the seconds per token of
-all workers. Requests wait longer than that, because batches are formed by length, so that later
-rows overtake earlier ones, and because a request waits for the last of its rows. The ratio of
-actual wait to backlog is observed on past requests, as the quotient of two exponentially decaying
-sums, and the estimate is the backlog times this ratio.
+long. Lists can fill three quarters of the queue only. The estimate starts from the backlog: the
+tokens that run before the request, times the seconds per token of all workers. Requests wait longer
+than that, because batches are formed by length, so that later rows overtake earlier ones, and
+because a request waits for the last of its rows. The ratio of actual wait to backlog is observed on
+past requests, and the estimate is the backlog times this ratio.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ import heapq
 import threading
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -37,6 +42,8 @@ _OBSERVED_SHARE = 0.1
 already run, which the backlog does not include, dominate."""
 _MAX_STRETCH = 4.0
 """Upper bound of the ratio of wait to backlog."""
+LIST_SHARE = 0.75
+"""Share of the queue that lists can fill."""
 
 
 class OverloadedError(EngineryError):
@@ -49,6 +56,65 @@ class OverloadedError(EngineryError):
 
 class ClosedError(EngineryError):
     """The model is shutting down and accepts no more requests."""
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """The rows that were put into the queue together."""
+
+    kind: _Class
+    rows: int
+    tokens: int
+    """Number of rows and tokens that wait."""
+
+
+@dataclass(slots=True, eq=False)
+class _Class:
+    """The waiting requests of one kind: the short ones, or the lists."""
+
+    heap: list[tuple[float, int, QueueEntry]] = field(default_factory=list)
+    """The rows by their turn; those that have left stay, marked as taken, until they reach the
+    top."""
+    parts: set[_Part] = field(default_factory=set)
+    rows: int = 0
+    tokens: int = 0
+    served: float = 0.0
+    """Tokens that have run, divided by the class' weight; the class with fewer is next."""
+    turn: float = 0.0
+    """The turn of the row that was taken last."""
+    in_turns: bool = False
+    """Rows of a request take turns with those of others; else they run one after another."""
+
+    def put(self, entries: Sequence[QueueEntry], tokens: int) -> None:
+        """Add the rows of a request."""
+        part = _Part(self, len(entries), tokens)
+        self.parts.add(part)
+        self.rows += len(entries)
+        self.tokens += tokens
+        turn = self.turn
+        for entry in entries:
+            entry.part = part
+            heapq.heappush(self.heap, (turn, entry.order[1], entry))
+            if self.in_turns:
+                turn += entry.tokens
+
+    def leave(self, entry: QueueEntry) -> None:
+        """Remove a row that was taken or cancelled."""
+        part = entry.part
+        if part is None:
+            raise AssertionError("a row leaves that has not been put")
+        part.rows -= 1
+        part.tokens -= entry.tokens
+        self.rows -= 1
+        self.tokens -= entry.tokens
+        if not part.rows:
+            self.parts.discard(part)
+
+    def first(self) -> QueueEntry:
+        """Return the row whose turn it is."""
+        while self.heap[0][2].taken:
+            heapq.heappop(self.heap)
+        return self.heap[0][2]
 
 
 @dataclass(slots=True, eq=False)
@@ -70,8 +136,8 @@ class QueueEntry:
     """Number of tokens without padding."""
     weight: int = 1
     """Number of rows that it takes in a batch: one for each beam of a text to generate."""
-    due: float = 0.0
-    """When the row should run, by `time.perf_counter`; the row that is due first runs first."""
+    part: _Part | None = None
+    """What it was put into the queue with; None before that."""
     taken: bool = False
     """True once the row has left the queue."""
     order: tuple[int, int] = (0, 0)
@@ -84,9 +150,8 @@ _ORDER = attrgetter("order")
 class BatchQueue:
     """A bounded queue between the event loop and the workers. Thread-safe.
 
-    Rows of equal keys form a lane, sorted by length for the planner. A heap over all lanes has the
-    row that is due first; rows that left their lane stay in the heap, marked as taken, until they
-    reach its top.
+    Rows of equal keys form a lane, sorted by length for the planner. Two heaps over all lanes have
+    the row that is due first of the short requests, and of the lists.
     """
 
     def __init__(
@@ -113,7 +178,9 @@ class BatchQueue:
         # a batch overtake others, so that some wait twice as long as their backlog takes.
         self._stretch = 1.0
         self._lanes: dict[Hashable, list[QueueEntry]] = {}
-        self._due: list[tuple[float, int, QueueEntry]] = []
+        self._short, self._lists = _Class(), _Class(in_turns=True)
+        self._weight = 1.0
+        """`_short_weight` when the next batch was chosen."""
         self._count = 0
         self._idle = 0
         self._state = "open"
@@ -126,19 +193,19 @@ class BatchQueue:
 
     @property
     def estimated_wait_seconds(self) -> float:
-        """Wait in seconds that most requests which arrive now will not exceed."""
+        """Wait in seconds that most short requests which arrive now will not exceed."""
         return self.backlog_seconds * self._stretch
 
     @property
     def backlog_seconds(self) -> float:
-        """Time that the workers need for all waiting rows, in seconds."""
-        return self.tokens * self.seconds_per_token
+        """Time that the workers need for all that runs before a short request, in seconds."""
+        return self._tokens_before(None) * self.seconds_per_token
 
     def observe_wait(self, backlog_seconds: float, waited: float) -> None:
         """Update the estimate with a request that has run.
 
         Args:
-            backlog_seconds: the backlog when the request arrived.
+            backlog_seconds: what `put` returned for the request.
             waited: seconds until the last of its batches started.
         """
         if backlog_seconds < self._max_wait_seconds * _OBSERVED_SHARE:
@@ -148,13 +215,16 @@ class BatchQueue:
         else:
             self._stretch = max(self._stretch * _SHORTER, 1.0)
 
-    def put(self, entries: Sequence[QueueEntry], *, now: float, admitted: bool = False) -> None:
+    def put(self, entries: Sequence[QueueEntry], *, now: float, admitted: bool = False) -> float:  # noqa: ARG002  as other queues
         """Add rows of a request to the queue: all of them or, with an error, none.
 
         Args:
             entries: rows of one request.
             now: the current `time.perf_counter`.
             admitted: earlier rows of the request were accepted, so these are not rejected.
+
+        Returns:
+            The time that the workers need for all that runs before the last of them, in seconds.
 
         Raises:
             OverloadedError: too many rows or tokens wait, or the request would wait too long.
@@ -164,28 +234,63 @@ class BatchQueue:
         with self._changed:
             if self._state != "open":
                 raise ClosedError("the model is shutting down.")
+            is_short = not admitted and self._is_short(len(entries), tokens)
+            backlog_seconds = (
+                self._tokens_before(None if is_short else tokens) * self.seconds_per_token
+            )
             if self.rows and not admitted:
-                self._admit(len(entries), tokens)
-            due = now
+                self._admit(len(entries), tokens, backlog_seconds, is_short=is_short)
+            kind, other = self._short, self._lists
+            if not is_short:
+                kind, other = other, kind
+            if not kind.rows:  # what it has not asked for meanwhile is gone
+                kind.served = max(kind.served, other.served)
             for entry in entries:
                 self._count += 1
-                entry.due, entry.order = due, (entry.length, self._count)
-                due += entry.tokens * self.seconds_per_token
+                entry.order = (entry.length, self._count)
                 insort(self._lanes.setdefault(entry.key, []), entry, key=_ORDER)
-                heapq.heappush(self._due, (entry.due, self._count, entry))
+            kind.put(entries, tokens)
             self.rows += len(entries)
             self.tokens += tokens
             self._changed.notify(len(entries))
+            return backlog_seconds
 
-    def _admit(self, rows: int, tokens: int) -> None:
+    def _is_short(self, rows: int, tokens: int) -> bool:
+        """Return True for a request that fits one batch."""
+        return rows == 1 or (rows <= self.rules.max_rows and tokens <= self.rules.max_tokens)
+
+    def _tokens_before(self, list_tokens: int | None) -> float:
+        """Return the number of waiting tokens that run before the end of a request.
+
+        Args:
+            list_tokens: number of tokens of a list; None for a short request.
+        """
+        short, lists = self._short, self._lists
+        if list_tokens is None:
+            return short.tokens + min(lists.tokens, short.tokens / self._short_weight)
+        # While one list runs, as many tokens of each other one do.
+        return short.tokens + sum(min(part.tokens, list_tokens) for part in lists.parts)
+
+    @property
+    def _short_weight(self) -> float:
+        """Tokens of short requests that run for each token of a list, if both wait."""
+        return max(len(self._short.parts) / max(len(self._lists.parts), 1), 1.0)
+
+    def _admit(self, rows: int, tokens: int, backlog_seconds: float, *, is_short: bool) -> None:
         """Raise OverloadedError if a request of this size must be rejected."""
-        wait = self.estimated_wait_seconds
-        if self.rows + rows > self.max_rows or self.tokens + tokens > self.max_tokens:
+        share = 1.0 if is_short else LIST_SHARE  # the rest of the queue is for short requests
+        max_rows, max_tokens = int(self.max_rows * share), int(self.max_tokens * share)
+        others = self if is_short else self._lists
+        fits = others.rows + rows <= max_rows and others.tokens + tokens <= max_tokens
+        if not is_short and not others.rows:
+            fits = True  # as large as a part of a request may be
+        if not fits or self.rows + rows > self.max_rows or self.tokens + tokens > self.max_tokens:
             raise OverloadedError(
                 f"the queue is full: {self.rows} inputs with {self.tokens} tokens wait, expected "
-                f"at most {self.max_rows} and {self.max_tokens}.",
-                retry_after_seconds=wait,
+                f"at most {max_rows} and {max_tokens}{'' if is_short else ' for lists'}.",
+                retry_after_seconds=self.tokens * self.seconds_per_token * self._stretch,
             )
+        wait = backlog_seconds * self._stretch
         if wait > self._max_wait_seconds:
             raise OverloadedError(
                 f"the request would wait {wait:.1f} s, expected at most "
@@ -218,12 +323,11 @@ class BatchQueue:
             if not self._has_rows(wait=wait):
                 return None if self.is_closed else []
             batch = []
-            while self._due and self._due[0][2].weight <= rows:
-                entry = self._due[0][2]
+            while self.rows and (entry := self._first()).weight <= rows:
                 rows -= entry.weight
                 batch.append(entry)
                 self._leave_lane(entry)
-                self._pop_taken()
+                self._count_taken([entry])
             return batch
 
     def take_similar(self, rows: int, *, wait: bool) -> list[QueueEntry] | None:
@@ -231,7 +335,7 @@ class BatchQueue:
         with self._changed:
             if not self._has_rows(wait=wait):
                 return None if self.is_closed else []
-            first = self._due[0][2]
+            first = self._first()
 
             def distance(entry: QueueEntry) -> int:
                 return -1 if entry is first else abs(entry.length - first.length)
@@ -243,7 +347,7 @@ class BatchQueue:
                     break
                 batch.append(entry)
                 self._leave_lane(entry)
-            self._pop_taken()
+            self._count_taken(batch)
             return batch
 
     def cancel(self, entries: Sequence[QueueEntry]) -> int:
@@ -252,7 +356,6 @@ class BatchQueue:
             waiting = [entry for entry in entries if not entry.taken and entry.order[1]]
             for entry in waiting:
                 self._leave_lane(entry)
-            self._pop_taken()
             return len(waiting)
 
     def close(self, *, drain: bool) -> list[QueueEntry]:
@@ -268,11 +371,10 @@ class BatchQueue:
             self._state = "closed"
             dropped = []
             if not drain:
-                dropped = [entry for _, _, entry in self._due if not entry.taken]
+                dropped = [entry for lane in self._lanes.values() for entry in lane]
                 for entry in dropped:
                     self._mark_taken(entry)
                 self._lanes.clear()
-                self._due.clear()
             self._changed.notify_all()
             return dropped
 
@@ -283,7 +385,7 @@ class BatchQueue:
         return self.rows > 0
 
     def _next_batch(self) -> list[QueueEntry]:
-        oldest = self._due[0][2]
+        oldest = self._first()
         lane = self._lanes[oldest.key]
         low, high = 0, 1
         if len(lane) > 1:
@@ -299,7 +401,7 @@ class BatchQueue:
             self._mark_taken(entry)
         if not lane:
             del self._lanes[oldest.key]
-        self._pop_taken()
+        self._count_taken(batch)
         return batch
 
     def _leave_lane(self, entry: QueueEntry) -> None:
@@ -310,15 +412,33 @@ class BatchQueue:
         if not lane:
             del self._lanes[entry.key]
 
-    def _pop_taken(self) -> None:
-        """Remove taken entries from the top of the heap."""
-        while self._due and self._due[0][2].taken:
-            heapq.heappop(self._due)
+    def _first(self) -> QueueEntry:
+        """Return the row that is due first."""
+        short, lists = self._short, self._lists
+        self._weight = self._short_weight
+        if not lists.rows or (short.rows and short.served <= lists.served):
+            return short.first()
+        first = lists.first()
+        lists.turn = max(lists.turn, lists.heap[0][0])
+        return first
+
+    def _count_taken(self, batch: Sequence[QueueEntry]) -> None:
+        """Count the tokens of rows that run for their class."""
+        for entry in batch:
+            if entry.part is not None:
+                kind = entry.part.kind
+                kind.served += entry.tokens / (self._weight if kind is self._short else 1.0)
 
     def _mark_taken(self, entry: QueueEntry) -> None:
         entry.taken = True
         self.rows -= 1
         self.tokens -= entry.tokens
+        if entry.part is None:
+            raise AssertionError("a row leaves that has not been put")
+        kind = entry.part.kind
+        kind.leave(entry)
+        if not kind.rows:
+            kind.heap.clear()
 
 
 class _LaneLengths(Sequence[int]):

@@ -109,7 +109,7 @@ class RowScheduler:
             EngineryError: a row failed; the first error is raised.
         """
         queue = self.queue
-        now, backlog_seconds = time.perf_counter(), queue.backlog_seconds
+        now, backlog_seconds = time.perf_counter(), 0.0
         pending = _PendingRequest(self._loop.create_future(), [None] * len(entries), now, now)
         for entry in entries:
             entry.request = pending
@@ -126,7 +126,7 @@ class RowScheduler:
                     backlog_seconds = 0.0  # it waits for its own parts: not to be observed
                     await self._put_next_part(part, pending, len(sent) - len(part) // 2)
                 else:
-                    queue.put(part, now=now)
+                    backlog_seconds = queue.put(part, now=now)
                 sent += part
                 if pending.future.done():
                     break

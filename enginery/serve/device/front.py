@@ -20,13 +20,13 @@ from enginery.core.errors import EngineryError
 from enginery.core.shapes import Profile
 from enginery.runtime.providers.selection import Provider
 from enginery.runtime.tasks.task import Row, RowTask, TaskOptions
-from enginery.serve.batching.queue import ClosedError, OverloadedError, QueueEntry
+from enginery.serve.batching.queue import LIST_SHARE, ClosedError, OverloadedError, QueueEntry
 from enginery.serve.batching.scheduler import RowScheduler, Timings
 from enginery.serve.batching.workers import BatchResult
 from enginery.serve.config import ServeConfig
 from enginery.serve.device import wire
 from enginery.serve.models.backend import ModelFiles, open_task
-from enginery.serve.models.registry import ModelRegistry, ReloadResult
+from enginery.serve.models.registry import ModelRegistry, ReloadResult, free_memory
 from enginery.serve.models.served_model import InferenceResult, ServedModel, UnavailableError
 
 _log = logging.getLogger("enginery.serve")
@@ -61,30 +61,34 @@ class DeviceQueue:
     def __init__(self, model: FrontModel, config: ServeConfig) -> None:
         self._model = model
         self.max_rows, self.max_tokens = config.queue_inputs, config.queue_tokens
-        self.backlog_seconds = 0.0
-        """0: the device process observes how long requests wait."""
         self.rows = 0
         """Number of rows that were sent and have no output yet."""
 
     def observe_wait(self, backlog_seconds: float, waited: float) -> None:
         """Do nothing, because the device process observes how long requests wait."""
 
-    def put(self, entries: Sequence[SentRow], *, now: float, admitted: bool = False) -> None:  # noqa: ARG002  as `BatchQueue`
+    def put(self, entries: Sequence[SentRow], *, now: float, admitted: bool = False) -> float:  # noqa: ARG002  as `BatchQueue`
         """Send rows of a request; the device process may still reject them.
+
+        Returns:
+            0: the device process observes how long requests wait.
 
         Raises:
             OverloadedError: this front already has too many rows in progress.
             InputError: a row cannot be sent.
             UnavailableError: no device process is connected.
         """
-        if self.rows and not admitted and self.rows + len(entries) > self.max_rows:
+        # The rest is for single inputs, as in `BatchQueue`, which knows more about their size.
+        max_rows = self.max_rows if len(entries) == 1 else int(self.max_rows * LIST_SHARE)
+        if self.rows and not admitted and self.rows + len(entries) > max_rows:
             raise OverloadedError(
-                f"the queue is full: {self.rows} inputs wait, expected at most {self.max_rows}.",
+                f"the queue is full: {self.rows} inputs wait, expected at most {max_rows}.",
                 retry_after_seconds=1.0,
             )
         link, number = self._model.choose_link(admitted=admitted)
         link.send_rows(entries, model=number, admitted=admitted)
         self.rows += len(entries)
+        return 0.0
 
     def cancel(self, entries: Sequence[SentRow]) -> int:
         """Cancel the rows that have no output yet; return their number."""
@@ -664,6 +668,8 @@ class FrontRegistry(ModelRegistry):
             self._retiring.discard(model)
             for link in list(model.followed):
                 self._report(link)
+            del model
+            await self._loop.run_in_executor(None, free_memory)
 
     def _report(self, link: DeviceLink) -> None:
         """Tell a device process which of its models this front sends rows to."""

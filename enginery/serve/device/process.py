@@ -168,11 +168,11 @@ class DeviceModel(LocalModel):
             else:
                 entries = backend.entries(task, rows)
             now = time.perf_counter()
-            backlog_seconds = 0.0 if admitted else queue.backlog_seconds
-            group = RowGroup(front, self, now, backlog_seconds, len(entries))
+            group = RowGroup(front, self, now, 0.0, len(entries))
             for number, entry in zip(numbers, entries, strict=True):
                 entry.request, entry.index = group, number
-            queue.put(entries, now=now, admitted=admitted)
+            backlog_seconds = queue.put(entries, now=now, admitted=admitted)
+            group.backlog_seconds = 0.0 if admitted else backlog_seconds
         except Exception as error:
             if not isinstance(error, EngineryError):  # a bug, which must not end the connection
                 _log.exception("%s: %d rows could not be queued", self.name, len(rows))

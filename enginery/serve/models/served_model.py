@@ -89,6 +89,14 @@ class TooManyInputsError(InputError):
     """A request has too many inputs."""
 
 
+def too_many_inputs(count: int, limit: int, unit: str = "inputs") -> TooManyInputsError:
+    """Return the error of a request with too many inputs."""
+    return TooManyInputsError(
+        f"found {count} {unit}, expected at most {limit}.",
+        do="Send them in several requests.",
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class InferenceResult:
     """The results of one request, in the order of its inputs, with its timings."""
@@ -321,10 +329,7 @@ class ServedModel(ABC):
 
     def _require_count(self, count: int, unit: str) -> None:
         if count > self._config.max_inputs:
-            raise TooManyInputsError(
-                f"found {count} {unit}, expected at most {self._config.max_inputs}.",
-                do="Send them in several requests.",
-            )
+            raise too_many_inputs(count, self._config.max_inputs, unit)
 
     # -- lifecycle ----------------------------------------------------------------------------
 

@@ -238,3 +238,17 @@ def test_the_search_behind_a_prompt_is_greedy_too():
     search.settle()
     assert search.done
     assert search.results()[0].tokens == (7, 8)
+
+
+def test_end_tokens_cost_no_step_a_text():
+    """Each continuation of a step would become a text, and there are 64 times as many."""
+    texts = []
+    options = GenerationOptions(
+        num_beams=4, max_new_tokens=9, eos_token_id=tuple(range(64)), stop_strings=("a",)
+    )
+    search = make_search([99], options, positions=None, stops=texts.append)
+    logits = np.zeros((1, 500), np.float32)
+    logits[0, 100:] = 5
+    search.advance(Candidates(np.empty((1, 0), np.int64), logits=logits))
+    assert len(texts) == 5
+    assert len(search._running) == 4

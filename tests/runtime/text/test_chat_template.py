@@ -1,11 +1,15 @@
 """Chat templates render as transformers renders them, and can do no harm."""
 
 import json
+import os
+import signal
 
+import psutil
 import pytest
 
 from enginery.core.errors import ArtifactError
-from enginery.runtime.text.chat_template import ChatTemplate
+from enginery.runtime.text import chat_template
+from enginery.runtime.text.chat_template import ChatTemplate, PairTemplate
 
 CHATML = """\
 {%- if tools %}{{ tools | tojson(indent=2) }}{% endif %}
@@ -98,7 +102,147 @@ def test_what_transformers_gives_templates_is_there(tmp_path):
         "{% endgeneration %}{{ x }}{{ strftime_now('%Y') }}"
         "{{ {'b': 1, 'a': '<é>'} | tojson(sort_keys=true, separators=(',', ':')) }}"
         "{{ ['é'] | tojson(ensure_ascii=true, indent=1) }}"
+        "{{ tools }}{{ documents is none }}"
     )
     messages = [{"role": "user", "content": "warm"}]
     rendered = ChatTemplate(text, tmp_path).render(messages)
     assert [rendered] == render_jinja_template([messages], chat_template=text)[0]
+
+
+LARGE = [
+    "{{ 'x'.ljust(2000000000)|length }}",
+    "{{ 'x'.center(2000000000)|length }}",
+    "{{ 'x'.zfill(2000000000)|length }}",
+    "{{ 'x'.expandtabs(1)|center(2000000000)|length }}",
+    "{{ '\\t'.expandtabs(2000000000)|length }}",
+    "{{ '%2000000000d' % 1 }}",
+    "{{ '%*d' % (2000000000, 1) }}",
+    "{{ '%.2000000000f' % 1 }}",
+    "{{ '%2000000000d'|format(1) }}",
+    "{{ '{:2000000000}'.format(1) }}",
+    "{{ '{:{}}'.format(1, 2000000000) }}",
+    "{{ ('a' * 60000).replace('a', 'b' * 60000)|length }}",
+    "{{ ('a' * 60000)|replace('a', 'b' * 60000)|length }}",
+    "{{ ('a' * 60000).join('b' * 60000)|length }}",
+    "{% set n = namespace(x='ab') %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "{% set n = namespace(x='ab') %}{% for i in range(40) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "{% set n = namespace(x=[1]) %}{% for i in range(40) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "{% set n = namespace(x='ab') %}{% for i in range(40) %}"
+    "{% set y %}{{ n.x }}{{ n.x }}{% endset %}{% set n.x = y %}{% endfor %}",
+    "{% macro m(x) %}{{ x }}{{ x }}{% endmacro %}{% set n = namespace(x='ab') %}"
+    "{% for i in range(40) %}{% set n.x = m(n.x) %}{% endfor %}",
+    "{% set a = [1] * 60000 %}{% set b = [a] * 60000 %}{{ b }}",
+    "{% set a = [1] * 60000 %}{% set b = [a] * 60000 %}{{ b|tojson }}",
+    "{{ [1]|batch(2000000000, 0)|list|length }}",
+    "{{ ('a\\n' * 30000)|indent(2000000)|length }}",
+    "{{ [1, 2]|tojson(indent=2000000000) }}",
+    "{{ lipsum(n=2000000) }}",
+    "{{ 'x'|wordwrap(1, wrapstring='y' * 60000)|length }}{{ 'x '|center(2000000000) }}",
+    "{{ (10 ** 5)|string }}",
+    "{{ 'a'.encode().ljust(2000000000)|length }}",
+    "{% for i in range(60000) %}{{ 'a' * 60000 }}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("text", LARGE, ids=range(len(LARGE)))
+def test_no_template_takes_gigabytes(tmp_path, monkeypatch, text):
+    monkeypatch.setattr(chat_template, "_MAX_SECONDS", 2.0)
+    template = ChatTemplate(text, tmp_path / "t.jinja")
+    with pytest.raises(ArtifactError, match=r"^the chat template in .*t\.jinja") as caught:
+        template.render([])
+    assert "\n" not in caught.value.message
+    process = chat_template._renderer(text)._process
+    if process.is_alive:
+        assert psutil.Process(process._process.pid).memory_info().rss < 400 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{{ dict(a=1).b.c }}", "has no attribute 'b'"),
+        ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "RecursionError"),
+        ("{{ 'x'|dictsort }}", "AttributeError"),
+        ("{{ 'x' + 1 }}", "TypeError"),
+        ("{{ {}['x']['y'] }}", "has no attribute 'x'"),
+        ("{{ messages|first|upper }}{{ [1]|sum('a') }}", "fails on these messages"),
+        ("{{ 'x'.encode('none') }}", "LookupError"),
+        ("{{ strftime_now(1) }}", "TypeError"),
+        ("{{ namespace(a=1).__class__.x }}", "fails on these messages"),
+        ("{{ '\\ud800'.encode() }}", "UnicodeEncodeError"),
+    ],
+)
+def test_whatever_a_template_raises_is_one_clear_error(tmp_path, text, reason):
+    with pytest.raises(ArtifactError, match="fails on these messages: ") as caught:
+        ChatTemplate(text, tmp_path / "t.jinja").render([])
+    assert reason in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{% for a in [1] %}" * 30 + "{% endfor %}" * 30,
+        "{{ " + "(" * 5000 + ")" * 5000 + " }}",
+        "{{ " + "-" * 20_000 + "1 }}",
+        "{% if %}",
+        "{{ 'a'|none }}",
+        "{% set x = 1 %}" * 3 + "{% break %}",
+    ],
+    ids=["nested", "parentheses", "signs", "if", "filter", "break"],
+)
+def test_template_that_cannot_be_compiled_is_one_clear_error(tmp_path, text):
+    template = ChatTemplate(text, tmp_path / "t.jinja")
+    for use in (template.check, lambda: template.render([])):
+        with pytest.raises(ArtifactError, match=r"^the chat template in .*t\.jinja"):
+            use()
+
+
+def test_template_that_does_not_end_is_ended_and_the_next_one_renders(tmp_path, monkeypatch):
+    monkeypatch.setattr(chat_template, "_MAX_SECONDS", 0.5)
+    text = (
+        "{% if messages %}{% for a in range(60000) %}{% for b in range(60000) %}{% endfor %}"
+        "{% endfor %}{% endif %}done"
+    )
+    template = ChatTemplate(text, tmp_path / "t.jinja")
+    assert template.render([]) == "done"
+    with pytest.raises(ArtifactError, match=r"t\.jinja: it takes longer than 0\.5 seconds"):
+        template.render([{"role": "user"}])
+    monkeypatch.undo()
+    assert template.render([]) == "done"
+
+
+def test_process_that_was_killed_is_started_again(tmp_path):
+    template = ChatTemplate("{{ messages|length }}", tmp_path / "t.jinja")
+    assert template.render([{}]) == "1"
+    process = chat_template._renderer(template.text)._process._process
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert template.render([{}, {}]) == "2"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="fork of POSIX")
+def test_forked_process_renders_with_a_process_of_its_own(tmp_path):
+    template = ChatTemplate("{{ messages|length }}", tmp_path / "t.jinja")
+    assert template.render([{}]) == "1"
+    child = os.fork()
+    if not child:
+        os._exit(template.render([{}, {}]) != "2")
+    assert os.waitpid(child, 0)[1] == 0
+    assert template.render([{}, {}, {}]) == "3"
+
+
+def test_conversations_are_rendered_together_and_in_order(tmp_path):
+    template = ChatTemplate("{{ messages[0].content }}{{ end }}", tmp_path / "t.jinja")
+    conversations = [[{"role": "user", "content": str(number)}] for number in range(150)]
+    assert template.render_all(conversations, end="!") == [f"{n}!" for n in range(150)]
+    assert template.render_all([]) == []
+
+
+@pytest.mark.parametrize("text", ["{{ 'x'.ljust(2000000000) }}", "{% if %}", "{{ {}.a.b }}"])
+def test_template_of_a_reranker_is_checked_when_it_is_opened(tmp_path, text):
+    modality = {"message": {"method": "forward", "method_output_name": "logits"}}
+    settings = {"modality_config": modality}
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps(settings))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "chat_template.jinja").write_text(text)
+    with pytest.raises(ArtifactError, match="the chat template in "):
+        PairTemplate.open(tmp_path)
