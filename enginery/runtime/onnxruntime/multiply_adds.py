@@ -244,6 +244,11 @@ def _profiled(
     options.add_session_config_entry(
         "session.model_external_initializers_file_folder_path", str(directory.resolve())
     )
+
+    def limits() -> ResourceLimits:
+        files = sum(file.stat().st_size for file in directory.iterdir() if file.is_file())
+        return ResourceLimits.of_run(len(model) + files, feeds)
+
     with temporary_directory("profile") as scratch:
         try:
             events = profiled_run(
@@ -251,8 +256,7 @@ def _profiled(
                 options,
                 feeds,
                 scratch,
-                file_bytes=len(model)
-                + sum(file.stat().st_size for file in directory.iterdir() if file.is_file()),
+                limits=limits,
             )
         except Exception as error:  # ONNX Runtime raises many unrelated types
             raise InputError(f"the CPU does not run the graph: {error}") from error
@@ -274,7 +278,7 @@ def profiled_run(
     feeds: Mapping[str, NDArray[Any]],
     scratch: Path,
     *,
-    file_bytes: int,
+    limits: Callable[[], ResourceLimits],
 ) -> list[tuple[str, dict[str, Any]]]:
     """Run once under ONNX Runtime's profiler; return (node name, arguments) of each kernel event.
 
@@ -283,14 +287,14 @@ def profiled_run(
         options: an `onnxruntime.SessionOptions`.
         feeds: an array for each input.
         scratch: empty directory for the profile.
-        file_bytes: size of the graph with its weights.
+        limits: returns what the run may take.
     """
     options.enable_profiling = True
     options.profile_file_prefix = str(scratch / "run")
     session = open_session()
     with (
         CAPTURE_LOCK.running(),
-        limited_call("the graph", lambda: ResourceLimits.of_run(file_bytes, feeds)),
+        limited_call("the graph", limits),
     ):
         session.run(None, dict(feeds))
     events = json.loads(Path(session.end_profiling()).read_bytes())

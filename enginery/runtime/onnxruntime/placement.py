@@ -29,7 +29,7 @@ from enginery.runtime.onnxruntime.multiply_adds import (
     profile_multiply_adds,
     profiled_run,
 )
-from enginery.runtime.onnxruntime.session import new_session
+from enginery.runtime.onnxruntime.session import new_session, run_limits
 from enginery.runtime.providers.known import CPU, full_name, short_name
 from enginery.runtime.providers.selection import Provider
 
@@ -177,7 +177,11 @@ def read_placement(
     with temporary_directory("placement") as scratch:
         try:
             events = profiled_run(
-                open_session, options, feeds, scratch, file_bytes=read_sizes(model)[0]
+                open_session,
+                options,
+                feeds,
+                scratch,
+                limits=lambda: run_limits(read_sizes(model)[0], providers[0], feeds),
             )
         except ProviderError:
             raise

@@ -62,7 +62,7 @@ from enginery.runtime.onnxruntime.device_values import (
 from enginery.runtime.onnxruntime.ladder import Ladder
 from enginery.runtime.onnxruntime.optimized_graph import has_packed_weights, optimized_graph
 from enginery.runtime.onnxruntime.placement import Placement, read_placement
-from enginery.runtime.onnxruntime.session import check_interface, new_session
+from enginery.runtime.onnxruntime.session import check_interface, new_session, run_limits
 from enginery.runtime.providers.availability import ONNXRUNTIME, require_onnxruntime
 from enginery.runtime.providers.known import CUDA
 from enginery.runtime.providers.selection import Provider, with_dynamic_shapes
@@ -333,7 +333,7 @@ class OrtRunner(Closeable):
 
     def _run_limits(self, arrays: Feeds) -> ResourceLimits:
         file_bytes = sum(path.stat().st_size for path in self._files if path.is_file())
-        return ResourceLimits.of_run(file_bytes, arrays)
+        return run_limits(file_bytes, self.providers[0], arrays)
 
     @contextmanager
     def _choose_session(self, index: int) -> Iterator[Any]:

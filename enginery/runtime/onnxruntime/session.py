@@ -8,15 +8,17 @@ of sessions that make them slow.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from numpy.typing import NDArray
+
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ProviderError
-from enginery.core.resource_limits import ResourceLimits, limited_call
+from enginery.core.resource_limits import ResourceLimits, limited_call, read_sizes
 from enginery.core.shapes import Dim, TensorSpec
 from enginery.runtime.machine import read_cpuinfo
 from enginery.runtime.onnxruntime.capture_lock import CAPTURE_LOCK
@@ -81,7 +83,7 @@ def new_session(
         with (
             reading as log,
             CAPTURE_LOCK.running(),  # a GPU's session allocates memory
-            limited_call(path, lambda: ResourceLimits.of_graph_file(path)),
+            limited_call(path, lambda: _loading_limits(path, providers[0])),
         ):
             session = _opened(path, options, requested)
     except Exception as error:
@@ -102,6 +104,22 @@ def new_session(
                 else " ".join([*log.errors, "Run: enginery doctor"]),
             )
     return session
+
+
+def _loading_limits(path: Path, provider: Provider) -> ResourceLimits:
+    """Return what loading a graph may take; a GPU's provider may build an engine meanwhile."""
+    if provider.name == CPU:
+        return ResourceLimits.of_graph_file(path)
+    return ResourceLimits.of_build(file_bytes=read_sizes(path)[0])
+
+
+def run_limits(
+    file_bytes: int, provider: Provider, feeds: Mapping[str, NDArray[Any]]
+) -> ResourceLimits:
+    """Return what one run may take; a GPU's provider may load kernels or build an engine in it."""
+    if provider.name == CPU:
+        return ResourceLimits.of_run(file_bytes, feeds)
+    return ResourceLimits.of_build(file_bytes=file_bytes)
 
 
 def _opened(path: Path, options: Any, requested: list[tuple[str, dict[str, str]]] | None) -> Any:
