@@ -67,7 +67,7 @@ def fingerprint(exported, tiny_model):
 
     def of_predict(data, **options):
         config = PredictConfig(**options)
-        return predict.fingerprint(exported(*MODEL), data, Path("out.csv"), "csv", config)
+        return predict.fingerprint(exported(*MODEL), Path(data), Path("out.csv"), "csv", config)
 
     functions = {
         "export": of_export,

@@ -114,11 +114,10 @@ def fingerprint(
 
 def _named_files(artifact: Artifact, path: Path, output_format: str, config: PredictConfig) -> str:
     """Return a digest of the images or sounds that a table names; empty if it names none."""
-    options = input_options(config)
-    if output_format == NPZ or detect_format(path, options) in ("images", "audio", "text"):
+    if output_format == NPZ:
         return ""
-    task = require_task(artifact, config)
-    if task.modality == "text":
+    task, options = require_task(artifact, config), input_options(config)
+    if task.modality == "text" or detect_format(path, options) in ("images", "audio", "text"):
         return ""
     columns = column_names(task, config)
     digests: dict[str, str] = {}
