@@ -979,7 +979,7 @@ def test_progress_is_no_markup(monkeypatch, capsys):
 
 def test_inspect_shows_a_hostile_manifest_without_its_control_characters(cli, tmp_path):
     made = make(tmp_path / "made").path
-    edit_manifest(made, task=HOSTILE, precision=f"{HOSTILE}\nvalidate passed")
+    edit_manifest(made, task=HOSTILE, model_type=f"{HOSTILE}\nvalidate passed")
     status, out, _ = cli("inspect", made, "-v")
     assert status == 0
     assert SHOWN in out
