@@ -394,3 +394,13 @@ def test_too_many_token_ids_are_an_error(running):
     found = running("POST", "/embed", body)
     assert found.status == 422
     assert "262144 token ids at most" in found.json["error"]
+
+
+@pytest.mark.parametrize(
+    "path", ["/embed", "/tokenize", "/v1/embeddings", "/v2/models/vectors/infer"]
+)
+def test_values_of_a_body_are_counted_before_it_is_parsed(running, path):
+    body = b'{"model": "vectors", "inputs": [1' + b",1" * 2**20 + b"]}"
+    found = running("POST", path, body)
+    assert found.status == 413
+    assert b"more than 1048576 values" in found.body
