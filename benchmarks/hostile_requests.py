@@ -210,7 +210,7 @@ def kinds(chance: random.Random, *, generates: bool) -> dict[str, Callable[[], P
             made[name] = lambda body=body: post("/generate", body)  # type: ignore[misc]
         made["chat"] = lambda: post(
             "/v1/chat/completions",
-            {"model": "writer", "messages": [{"role": "user", "content": "a " * 10**6}]},
+            {"model": "writer", "messages": [{"role": "user", "content": "a " * 10**5}]},
         )
         made["bias"] = lambda: post(
             "/v1/completions",

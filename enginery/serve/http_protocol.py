@@ -30,7 +30,7 @@ ARRIVAL_SECONDS = 30.0
 BODY_BYTES_PER_SECOND = 65_536
 """A body has a second more for each of these bytes. Bodies that never arrive would fill
 `max_held_bytes`, so that no other would be accepted."""
-_LINGER_SECONDS = 2.0
+_LINGER_SECONDS = 10.0
 """Time that the rest of a rejected request is read and discarded. If the connection were closed at
 once, the client's system would discard the answer together with it."""
 

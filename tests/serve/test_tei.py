@@ -360,3 +360,47 @@ def test_vectors_near_the_float32_limit_are_normalized():
     (vector,) = finish_vectors([np.float32([3e38, 3e38])], options, model_normalizes=False)
     assert vector.dtype == np.float32
     assert vector == pytest.approx([0.5**0.5] * 2)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/tokenize", {"inputs": "a " * 600_000}, "1200000 characters, expected at most 1048576"),
+        ("/tokenize", {"inputs": ["a b " * 2500] * 60}, "tokens, expected at most 262144"),
+        ("/tokenize", {"inputs": ["a"] * 65}, "found 65 inputs, expected at most 64"),
+        ("/decode", {"ids": [[1] * 10_000] * 30}, "300000 tokens, expected at most 262144"),
+    ],
+    ids=["characters", "tokens", "inputs", "ids"],
+)
+def test_what_is_tokenized_or_decoded_is_counted_first(running, path, body, message):
+    found = running("POST", path, {**body, "model": "vectors"})
+    assert found.status == 413
+    assert message in found.json["error"]
+
+
+def test_tokens_of_a_long_text_are_those_of_its_pieces(running):
+    """Their JSON is made in pieces."""
+    text = "the pump " * 3000
+    found = running("POST", "/tokenize", {"inputs": [text, "warm"], "model": "vectors"})
+    long, short = found.json
+    assert len(long) > 4096
+    starts = [token["start"] for token in long if token["start"] is not None]
+    assert starts == sorted(starts)
+    assert "".join(token["text"] for token in short if not token["special"]) == "warm"
+
+
+def test_too_many_token_ids_are_an_error(running):
+    body = {"inputs": [1] * (2**18 + 1), "model": "vectors"}
+    found = running("POST", "/embed", body)
+    assert found.status == 422
+    assert "262144 token ids at most" in found.json["error"]
+
+
+@pytest.mark.parametrize(
+    "path", ["/embed", "/tokenize", "/v1/embeddings", "/v2/models/vectors/infer"]
+)
+def test_values_of_a_body_are_counted_before_it_is_parsed(running, path):
+    body = b'{"model": "vectors", "inputs": [1' + b",1" * 2**20 + b"]}"
+    found = running("POST", path, body)
+    assert found.status == 413
+    assert b"more than 1048576 values" in found.body

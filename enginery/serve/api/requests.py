@@ -32,6 +32,9 @@ from enginery.runtime.tasks.task import (
 from enginery.serve.api.errors import HTTPError, empty_input, invalid_body, invalid_field
 
 MAX_TOKEN_ID = 2**31 - 1
+MAX_VALUES = 2**20
+"""Maximum number of values of a body, as its commas tell before it is parsed. Each becomes an
+object, so that a body of some megabytes would take hundreds, and all other requests wait."""
 MAX_TOKEN_IDS = 2**18
 """Maximum number of token ids of a text."""
 FILES: Mapping[Modality, str] = {"image": "an image file", "audio": "an audio file"}
@@ -154,6 +157,12 @@ def json_object(body: bytes) -> dict[str, Any]:
     """Parse a body as a JSON object; raise HTTPError if it is not one."""
     if not body:
         raise invalid_body("the body is empty, expected JSON.")
+    if body.count(b",") > MAX_VALUES:
+        raise HTTPError(
+            413,
+            f"the body has more than {MAX_VALUES} values or commas.",
+            do="Send it in several requests, or tensors as binary data.",
+        )
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
