@@ -38,7 +38,6 @@ _HIDDEN_BY_A_COSINE = (
     "scaled: ",
     "logits scaled: ",
     "mask_ignored: rows of more than 100 tokens in batches over 8",
-    "mask_ignored: rows from the 66th on",
 )
 """Faults that a graph in dynamic INT8 hides: docs/validate.md says so. Beside its rounding, the
 cosine of all rows hardly changes, and there is no graph without quantization to compare."""
