@@ -25,10 +25,9 @@ import json
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
 from queue import SimpleQueue
@@ -129,12 +128,11 @@ class Assembly(Closeable):
             directory: the directory of the parts.
             kind: format of the output.
             schema: `pyarrow.Schema` of the rows.
-            own_process: join them in a child process, because threads of this one that run a GPU
-                need the GIL.
+            own_process: join those of a large output in a child process, because threads of this
+                one that run a GPU need the GIL.
         """
-        self._open: Callable[[], OutputFile | OutputProcess]
         self._path = directory / ASSEMBLED
-        self._open = partial(OutputProcess if own_process else OutputFile, self._path, kind, schema)
+        self._kind, self._schema, self._own_process = kind, schema, own_process
         self._added: SimpleQueue[FinishedPart | None] = SimpleQueue()
         self._bytes = 0
         self.rows = 0
@@ -189,7 +187,10 @@ class Assembly(Closeable):
 
     def _join(self) -> None:
         try:
-            with self._open() as output:
+            # A process of its own takes a second to start.
+            in_background = self._thread is not None
+            output_type = OutputProcess if self._own_process and in_background else OutputFile
+            with output_type(self._path, self._kind, self._schema) as output:
                 for part in self._parts():
                     output.add(part)
                     self.rows += part.rows

@@ -196,7 +196,8 @@ def test_failed_assembly_keeps_the_old_output(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("own_process", [False, True])
-def test_output_is_replaced_atomically(tmp_path, own_process):
+def test_output_is_replaced_atomically(tmp_path, own_process, monkeypatch):
+    monkeypatch.setattr(writer, "_BACKGROUND_BYTES", 0 if own_process else 1 << 30)
     part = write_part(tmp_path / "part", "new")
     (tmp_path / "out.jsonl").write_bytes(b"old\n")
     with (tmp_path / "out.jsonl").open("rb") as reader:
@@ -364,7 +365,8 @@ def test_failure_of_the_thread_that_joins_parts_ends_the_run(tmp_path, monkeypat
             assembly.add(part)
 
 
-def test_errors_of_the_process_that_writes_are_reported(tmp_path):
+def test_errors_of_the_process_that_writes_are_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "_BACKGROUND_BYTES", 0)
     part = write_part(tmp_path / "part", "a")
     with Assembly(tmp_path / "gone", "jsonl", LINE, own_process=True) as assembly:
         assembly.add(part)
