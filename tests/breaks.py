@@ -391,8 +391,8 @@ BREAKS = (
     ),
     Break(
         "serve/batching/queue.py",
-        "while self._due and self._due[0][2].weight <= rows:",
-        "while self._due and rows > 0:",
+        "while self.rows and (entry := self._first()).weight <= rows:",
+        "while self.rows and (entry := self._first()) and rows > 0:",
         "a text with several beams counts as one row of a batch",
         "tests/serve/test_queue.py tests/serve/test_generation.py",
     ),
@@ -481,8 +481,8 @@ BREAKS = (
     ),
     Break(
         "core/artifact/artifact.py",
-        'f"{self.path} cannot be written"), self._lock():',
-        'f"{self.path} cannot be written"):',
+        "locked_beside(self.path / MANIFEST, lambda: None, create=False),",
+        "",
         "of two verdicts that are written at the same time one is lost",
     ),
     Break(

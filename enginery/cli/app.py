@@ -224,7 +224,9 @@ def _run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit status."""
     try:
         for argument in arguments:
-            require_utf8(argument, error=OptionError)
+            # As UTF-8, whatever the locale that Python has read the bytes with.
+            as_utf8 = os.fsencode(argument).decode(errors="surrogateescape")
+            require_utf8(as_utf8, error=OptionError)
         ResourceLimits.of_graph(file_bytes=0)  # the variables are valid
         adapted = _like_optimum_cli(list(arguments))
         commands(adapted)(adapted, exit_on_error=False, print_error=False)

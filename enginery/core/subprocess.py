@@ -277,6 +277,7 @@ class WorkerProcess(Closeable):
                     with self._killed_after(timeout_seconds) as is_late:
                         line = results.readline()
                     if is_late.is_set():
+                        self._process.wait()
                         raise self._error(
                             f"{self._description}: it takes longer than {timeout_seconds:g} "
                             "seconds."

@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http
+import json
 import logging
 from typing import Any
 
 import httptools
-import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from enginery.serve.http_sockets import JoiningTransport
@@ -195,7 +195,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _send_refusal(self) -> None:
         status, message = self._refusal or (400, "")
-        body = orjson.dumps({"error": message})
+        body = json.dumps({"error": message}).encode()
         self.transport.write(
             b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
             b"connection: close\r\n\r\n%b"

@@ -46,6 +46,7 @@ class StandInModel:
         if definition is not None:
             self.task = object.__new__(definition)
             self.task.record, self.task.notes = record, ()
+            self.task.config, self.task.pooling = ModelConfig(), None
         task = definition.tasks[0] if definition else "object-detection"
         source = SourceRecord(
             kind="hub",

@@ -56,8 +56,8 @@ def _list(most: int, *, item: int = 0) -> Bound:
 BOUNDS: Mapping[str, Bound] = {
     "begin_suppress_tokens": _list(2048),
     "bad_words_ids": _list(1000),
-    "eos_token_id": _list(64),
-    "forced_eos_token_id": _list(64),
+    "eos_token_id": _list(1024),
+    "forced_eos_token_id": _list(1024),
     "suppress_tokens": _list(2048),
     "stop_strings": _list(16, item=256),
     "bos_token_id": Bound(0, MAX_TOKEN_ID),

@@ -159,10 +159,10 @@ def test_option_of_the_model_that_sampling_lacks_can_be_switched_off(read):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"eos_token_id": [7] * 60_000}, "eos_token_id: found 60000 items, expected at most 64"),
+        ({"eos_token_id": [7] * 60_000}, "eos_token_id: found 60000 items, expected at most 1024"),
         ({"suppress_tokens": [7] * 60_000}, "suppress_tokens: found 60000 items, .* 2048"),
         ({"begin_suppress_tokens": list(range(9000))}, "begin_suppress_tokens: .* at most 2048"),
-        ({"forced_eos_token_id": [1] * 65}, "forced_eos_token_id: .* at most 64"),
+        ({"forced_eos_token_id": [1] * 1025}, "forced_eos_token_id: .* at most 1024"),
         ({"stop_strings": ["a"] * 17}, "stop_strings: found 17 items, expected at most 16"),
         ({"stop_strings": ["a", "b" * 257]}, r"stop_strings\[1\]: found 257 characters"),
         ({"bad_words_ids": [[1] * 1001]}, "bad_words_ids: found 1001 items"),

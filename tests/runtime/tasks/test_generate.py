@@ -106,7 +106,7 @@ def test_limits_hold_for_every_row(writer):
     for values, message in (
         ({"max_new_tokens": 5}, "max_new_tokens is 5, expected at most 4"),
         ({"num_beams": 3}, "takes 3 beams or sequences for each input, expected at most 2"),
-        ({"stop_strings": ["a"] * 17}, "17 stop strings, expected at most 16"),
+        ({"stop_strings": ["a"] * 17}, "stop_strings: found 17 items, expected at most 16"),
     ):
         with pytest.raises(InputError, match=message):
             task.preprocess(["The engine"], task.Options.read(values))

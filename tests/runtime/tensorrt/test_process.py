@@ -251,8 +251,8 @@ def test_messages_of_an_inner_block_stay_inside():
             inner.logger.log(severity.ERROR, "inside")
         outer.logger.log(severity.WARNING, "outside")
     outer.logger.log(severity.ERROR, "afterwards")
-    assert inner.entries == heard == [("error", "inside")]
-    assert outer.entries == [("warning", "outside")]
+    assert [*inner.entries] == heard == [("error", "inside")]
+    assert [*outer.entries] == [("warning", "outside")]
 
 
 @needs_tensorrt
