@@ -72,6 +72,7 @@ def test_second_export_to_the_same_place_does_nothing(model, tmp_path):
     assert not any("wrote" in line for line in listener.said)
 
 
+@pytest.mark.more
 def test_export_keeps_the_verdict_that_the_copy_has_come_by(model, tmp_path):
     out = tmp_path / "out"
     export(model, out)
@@ -159,6 +160,7 @@ def test_changed_option_is_named_in_words(model):
     assert any("validating again: seed: 0 → 3" in line for line in listener.said), listener.said
 
 
+@pytest.mark.more
 def test_failed_check_marks_the_store_and_out_and_refuses_what_follows(model, tmp_path, own_home):
     listener = Listener()
     plan = Recipe(model, (EXPORT, STRICT, LINT), out=str(tmp_path / "out"))
@@ -178,6 +180,7 @@ def test_failed_check_marks_the_store_and_out_and_refuses_what_follows(model, tm
     assert (forgiven.passed, forgiven.refused, len(forgiven.stages)) == (False, (), 3)
 
 
+@pytest.mark.more
 def test_looser_tolerance_lets_a_failed_artifact_pass(model, own_home):
     assert not run_recipe(Recipe(model, (EXPORT, STRICT))).passed
     assert run_recipe(Recipe(model, (EXPORT, VALIDATE))).passed

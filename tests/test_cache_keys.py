@@ -186,6 +186,7 @@ def test_one_image_counts_by_content(exported, tmp_path):
     assert key(folder / "0.png") == key(other) != key(folder / "1.png")
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("stage", ALL)
 @pytest.mark.parametrize("name", ["onnxruntime", "onnxruntime-openvino", "ort-nightly-gpu"])
 def test_another_version_of_any_onnxruntime_is_another_key(

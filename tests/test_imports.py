@@ -29,6 +29,7 @@ def run(code):
     return found.stdout
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "words",
     [
@@ -74,6 +75,7 @@ def test_store_and_inspect_load_no_framework(exported):
     assert found.splitlines()[-1].split() == ["heavy:"]
 
 
+@pytest.mark.more
 def test_second_run_loads_no_framework(exported, tiny_model):
     from enginery import validate_model
 
@@ -116,6 +118,7 @@ with OrtRunner(Artifact.open({path!r})) as runner:
 """
 
 
+@pytest.mark.more
 def test_session_imports_no_torch_and_runs_beside_it(exported):
     path = str(exported("bert", "feature-extraction").path)
     found = run(BESIDE_TORCH.format(path=path))

@@ -92,6 +92,7 @@ def test_layers_hold(package_copy):
     assert "3 kept, 0 broken" in found.stdout
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("file", "line", "contract"),
     [

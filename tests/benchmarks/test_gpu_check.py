@@ -283,6 +283,7 @@ run_units(units, Path(sys.argv[1]), until=time.monotonic() + 60, module="made_ch
 """
 
 
+@pytest.mark.more
 def test_run_that_is_killed_keeps_every_finished_case_and_the_next_one_continues(
     child, begin, tmp_path
 ):
@@ -311,6 +312,7 @@ def test_run_that_is_killed_keeps_every_finished_case_and_the_next_one_continues
     assert [one["command"] for one in found["c_hangs_d"]["cases"].values()] == [1, 2, 2]
 
 
+@pytest.mark.more
 def test_failed_cases_run_again_in_the_next_command(child, begin):
     run_made(child, begin().path, Part("a_fails"))
     found = run_made(child, begin().path, Part("a_fails"))
@@ -381,6 +383,7 @@ def test_part_ends_with_its_parent():
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.more
 def test_part_without_a_gpu_ends_with_the_reason(begin):
     run = begin(device="cuda")
     (unit,) = [unit for unit in chosen_units("agreement:minilm") if unit.part.name != "models"]
@@ -413,6 +416,7 @@ def served_model(work, exported):
     return work("serve:minilm", artifacts={"minilm": {"fp16": str(made.path)}})
 
 
+@pytest.mark.more
 def test_answers_of_a_server_are_compared_with_load_model(work, exported, monkeypatch):
     given = served_model(work, exported)
     with ExitStack() as stack:
@@ -433,6 +437,7 @@ def test_answers_of_a_server_are_compared_with_load_model(work, exported, monkey
     ]
 
 
+@pytest.mark.more
 def test_process_of_a_server_that_is_killed_loses_its_own_connections_only(work, exported):
     given = served_model(work, exported)
     with ExitStack() as stack:
@@ -447,6 +452,7 @@ def test_process_of_a_server_that_is_killed_loses_its_own_connections_only(work,
     assert 0 < record["connections"] == record["lost"] < 16
 
 
+@pytest.mark.more
 def test_no_process_is_killed_where_one_has_all_connections(work, exported):
     given = served_model(work, exported)
     with ExitStack() as stack:
@@ -967,6 +973,7 @@ def test_error_in_a_case_is_a_failed_check(work):
     ]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("part", [agreement, placement, smoke, speed])
 def test_packed_graph_runs_on_a_gpu_only(part, work, monkeypatch):
     monkeypatch.setattr(pytorch, "require_device", lambda device: None)

@@ -329,6 +329,7 @@ def test_validate_prints_every_case_as_json(cli, artifact):
     assert said == json.loads((artifact / "reports/validation.json").read_text())
 
 
+@pytest.mark.more
 def test_failed_validation_is_status_1_one_document_and_a_marked_artifact(cli, artifact):
     status, out, err = cli("validate", artifact, "--max-abs-error", "1e-12", "--json")
     assert status == 1
@@ -365,6 +366,7 @@ def test_run_prints_stages_and_answers_as_json(cli, tiny):
     assert sum(label["score"] for label in labels) == pytest.approx(1, abs=1e-5)
 
 
+@pytest.mark.more
 def test_inspect_doctor_and_store_print_json(cli, artifact, exported):
     made = exported("bert", "text-classification")
     assert json.loads(cli("inspect", artifact, "--json")[1])["path"] == str(artifact)
@@ -646,6 +648,7 @@ def test_run_a_second_time_does_nothing_and_says_why(cli, tiny):
     assert [stage["worked"] for stage in json.loads(out)["stages"]] == [False, False]
 
 
+@pytest.mark.more
 def test_failed_check_in_a_run_marks_both_copies_and_answers_nothing(
     cli, tiny, tmp_path, monkeypatch
 ):
@@ -678,6 +681,7 @@ def test_failed_check_in_a_run_marks_both_copies_and_answers_nothing(
     assert len(said["answers"]) == 1
 
 
+@pytest.mark.more
 def test_builtin_sentences_wear_the_models_own_mask(cli, tiny_model):
     model = tiny_model("roberta", "fill-mask")
     status, out, _ = cli("run", "--model", model, "--task", "fill-mask", "--json")
@@ -766,6 +770,7 @@ def test_validation_table_says_what_failed_and_what_was_not_compared(exported):
     assert "skipped: 1 inputs that PyTorch rejects or no engine takes" in report.lines()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("columns", [80, 120])
 def test_tables_on_a_terminal_fit_and_keep_numbers_whole(tiny, columns):
     words = ("run", "--model", tiny, "--task", "text-classification", "--quiet")
@@ -821,6 +826,7 @@ def test_narrow_terminal_gets_a_line_a_cell(tiny):
     assert "cosine: 1.0000" in shown
 
 
+@pytest.mark.more
 def test_no_color_and_a_pipe_have_no_colours(exported):
     exported("bert", "text-classification")
     words = ("store", "list")
@@ -1036,6 +1042,7 @@ def test_inspect_says_that_a_number_of_bytes_is_none(cli, tmp_path):
     assert (status, "stages.0.peak_rss_bytes" in err) == (2, True)
 
 
+@pytest.mark.more
 def test_run_of_a_quantized_artifact_shows_the_cosines_that_were_needed(cli, tiny, tmp_path):
     data = tmp_path / "texts.txt"
     data.write_text("\n".join(TEXT * 3))

@@ -15,6 +15,7 @@ from enginery.cli import app as cli
 from tests.bench.sample_results import save_detector
 
 
+@pytest.mark.more
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM between processes")
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_bench_that_is_ended_leaves_nothing_behind(tmp_path, number, status):

@@ -142,6 +142,7 @@ def test_long_context_becomes_several_rows(exported, serve):
     assert server.batches[-1][0] > 1
 
 
+@pytest.mark.more
 def test_real_model_has_the_same_embeddings(minilm, serve):
     from enginery import export_model
 
@@ -921,6 +922,7 @@ export_triton(artifact, models, name=name, provider="cpu")
 """
 
 
+@pytest.mark.more
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows locks no directories")
 def test_exports_with_different_stores_are_serialized(mood, models, tmp_path):
     first = start(EXPORT, mood.path, models, "one", tmp_path / "home-one", "pause")

@@ -33,6 +33,7 @@ def report():
     return examine(DoctorConfig())
 
 
+@pytest.mark.more
 def test_this_machine_runs_the_cpu_provider(report):
     assert report.runs("cpu")
     report.require("CPUExecutionProvider")
@@ -71,6 +72,7 @@ def test_without_a_gpu_only_a_required_cuda_is_an_error(report):
     assert not [f for f in report.findings if "cuda does not run" in f.problem]
 
 
+@pytest.mark.more
 def test_a_required_provider_is_examined_and_its_absence_is_an_error():
     report = examine(DoctorConfig(require="openvino"))
     with pytest.raises(CheckFailedError, match="openvino does not run on this machine"):
@@ -167,6 +169,7 @@ def test_findings_are_ordered_by_severity(report):
     assert found == sorted(found)
 
 
+@pytest.mark.more
 def test_the_doctor_has_a_row_for_every_provider_with_what_brings_it():
     report = examine(DoctorConfig())
     assert {status.name for status in report.providers} == {row.name for row in KNOWN_PROVIDERS}

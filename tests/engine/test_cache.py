@@ -266,6 +266,7 @@ def test_a_build_that_fails_leaves_nothing(tmp_path, monkeypatch, home):
     assert list((home / "engines").iterdir()) == []
 
 
+@pytest.mark.more
 def test_two_processes_build_one_engine(tmp_path, home):
     # Two artifacts of one graph, so that both come as far as the engine.
     artifacts = [product(tmp_path / "a"), product(tmp_path / "b", config='{"other": 1}')]
@@ -287,6 +288,7 @@ def test_two_processes_build_one_engine(tmp_path, home):
     assert plans == {engine.record.plan_sha256}
 
 
+@pytest.mark.more
 def test_killed_build_leaves_nothing_and_the_next_one_succeeds(tmp_path, home):
     artifact = product(tmp_path / "a")
     with start(BUILD, artifact.path) as child:

@@ -27,6 +27,7 @@ def changed(tiny_model, tmp_path):
     return make
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("exporter", ["optimum", "dynamo"])
 def test_adapter_is_refused_unless_it_may_be_left_out(changed, home, exporter):
     path = changed(lambda tensors: tensors | ADAPTER)
@@ -52,6 +53,7 @@ def test_missing_weights_name_what_is_there_in_their_place(changed, home):
         export_model(str(path), allow_unused=True)
 
 
+@pytest.mark.more
 def test_missing_weights_are_refused_by_dynamo_too(changed, home):
     path = changed(lambda t: {n: v for n, v in t.items() if not n.startswith("classifier")})
     with pytest.raises(ExportError, match=r"no weights for text-classification: classifier"):

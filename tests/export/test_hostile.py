@@ -176,6 +176,7 @@ def test_linked_side_files_are_not_copied(bert, tmp_path):
         export_model(str(model))
 
 
+@pytest.mark.more
 def test_code_in_the_working_directory_is_not_imported(bert, marker, tmp_path):
     """Users change into a downloaded model's directory and export it there."""
     model = bert()

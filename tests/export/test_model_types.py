@@ -170,6 +170,7 @@ def test_outputs_without_a_name_are_dropped(exported_type):
     assert validate_model(artifact, effort="quick").passed
 
 
+@pytest.mark.more
 def test_a_classifier_of_an_encoder_decoder_reads_the_end(exported_type):
     report = validate_model(exported_type("bart", "text-classification"), effort="quick")
     assert report.passed, report.summary

@@ -153,6 +153,7 @@ def convolution(path, dims, *, inner=(), outside=("?", 4, "?", "?"), opset=20):
 PADDLE = ("DynamicDimension.0", 3, "DynamicDimension.1", "DynamicDimension.10")
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "dims", [PADDLE, (None, 3, None, None), ("?", 3, "?", "?"), (-1, 3, "H", "W")]
 )
@@ -621,6 +622,7 @@ def test_images_are_prepared_as_the_options_of_an_import_say(tmp_path, photo):
     )
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("dims", "options", "shape"),
     [

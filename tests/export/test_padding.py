@@ -50,6 +50,7 @@ MORE = [
 ]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("kind", "special", "tokenizer", "config", "padding"),
     [*PADDED, *(pytest.param(*case, marks=pytest.mark.more) for case in MORE)],

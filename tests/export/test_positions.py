@@ -87,6 +87,7 @@ def phi3(tmp_path, home):
     return export_model(str(source))
 
 
+@pytest.mark.more
 def test_longer_texts_are_refused_and_not_cut(phi3):
     assert phi3.manifest.length_limit == 24
     assert validate_model(phi3).passed

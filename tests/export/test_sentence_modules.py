@@ -109,6 +109,7 @@ def test_vectors_are_those_of_the_layers_in_pytorch(kinds, tmp_path):
     assert pooling.normalize == (kinds[-1] == "Normalize")
 
 
+@pytest.mark.more
 def test_dense_of_an_embedder_is_applied_and_validated(tiny_model, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(tiny_model("bert", "feature-extraction"), source)

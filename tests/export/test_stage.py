@@ -75,6 +75,7 @@ def test_feature_map_of_a_convolutional_model_has_named_dims(exported):
     assert graph.outputs[0].dims[2:] == ("last_hidden_state_height", "last_hidden_state_width")
 
 
+@pytest.mark.more
 def test_opset_and_precision_follow_the_options(tiny_model):
     artifact = export_model(str(tiny_model("bert", "fill-mask")), opset=19, dtype="fp16")
     assert artifact.manifest.graphs[0].opset == 19
@@ -102,6 +103,7 @@ def test_unknown_option_names_the_nearest(tiny_model):
         export_model(str(tiny_model("bert", "fill-mask")), opsets=17)
 
 
+@pytest.mark.more
 def test_head_that_the_files_lack_is_an_error_and_not_random_numbers(tiny_model, tmp_path):
     model = str(tiny_model("bert", "feature-extraction"))
     for task in ("text-classification", "question-answering"):
@@ -138,6 +140,7 @@ def test_error_for_an_unknown_model_type_recommends_dynamo(tiny_model, tmp_path)
         export_model(model)
 
 
+@pytest.mark.more
 def test_dynamo_exports_what_optimum_does_not_know(tmp_path):
     import torch
     from transformers import FNetConfig, FNetModel
@@ -178,6 +181,7 @@ def test_own_code_is_rejected_without_consent(tiny_model, tmp_path):
         export_model(model)
 
 
+@pytest.mark.more
 def test_pickled_weights_are_rejected_unless_allowed(tiny_model, tmp_path):
     import safetensors.torch
     import torch
@@ -230,6 +234,7 @@ def cli(*arguments, home):
     )
 
 
+@pytest.mark.more
 def test_kill_in_the_middle_leaves_no_artifact_and_the_next_run_succeeds(tiny_model, tmp_path):
     model, home = tiny_model("bert", "fill-mask"), tmp_path / "home"
     child = cli("export", model, home=home)
@@ -248,6 +253,7 @@ def test_kill_in_the_middle_leaves_no_artifact_and_the_next_run_succeeds(tiny_mo
     assert not list(Store(home).artifacts.glob(".tmp-*")), "the leftovers are gone"
 
 
+@pytest.mark.more
 def test_two_processes_with_the_same_export_run_it_once(tiny_model, tmp_path):
     model, home = tiny_model("bert", "fill-mask"), tmp_path / "home"
     children = [cli("export", model, "--json", home=home) for _ in range(2)]
@@ -259,6 +265,7 @@ def test_two_processes_with_the_same_export_run_it_once(tiny_model, tmp_path):
     assert len(tracing) == 1, results
 
 
+@pytest.mark.more
 def test_second_export_is_taken_from_the_store_and_a_change_is_named(tiny_model, home):
     said = []
 
@@ -355,6 +362,7 @@ class MyModel(PreTrainedModel):
 """
 
 
+@pytest.mark.more
 def test_models_own_code_runs_once_it_is_trusted(tmp_path, monkeypatch):
     import torch
     from safetensors.torch import save_file

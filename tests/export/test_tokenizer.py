@@ -46,6 +46,7 @@ def differing(directory, texts, *, strip=False):
     ]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", BUILT)
 @pytest.mark.parametrize("name", ["texts", *HOSTILE])
 def test_marian_and_m2m100_equal_the_slow_tokenizer(written_tokenizer, kind, name):
@@ -69,6 +70,7 @@ def test_any_ids_are_decoded_as_by_the_slow_tokenizer(written_tokenizer, kind):
 CONVERTED_ALIKE = HOSTILE.keys() - {"decomposed", "marks", "special", "normalized"}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", CONVERTED)
 def test_converted_tokenizers_equal_the_slow_tokenizer(written_tokenizer, kind):
     texts = TEXTS + docstrings()[:200]

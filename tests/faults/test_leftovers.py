@@ -50,6 +50,7 @@ def kill_often(sandbox, scenario, kills):
     sandbox.check_finished(scenario)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("scenario", CHEAP, indirect=True)
 def test_a_few_kills_leave_no_more_than_one(sandbox, scenario):
     kill_often(sandbox, scenario, 12)
@@ -61,6 +62,7 @@ def test_hundred_kills_leave_no_more_than_one(sandbox, scenario):
     kill_often(sandbox, scenario, 100)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("scenario", ["store with --force", "annotate", "publish"], indirect=True)
 def test_prune_removes_what_killed_runs_left_in_the_store_and_the_temporary_folder(
     sandbox, scenario, capsys

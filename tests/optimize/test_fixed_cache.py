@@ -95,6 +95,7 @@ def test_encoder_decoders_get_one_for_their_decoder(optimized):
     assert "present.0.encoder.key" not in {spec.name for spec in graphs.fixed.outputs}
 
 
+@pytest.mark.more
 def test_weights_are_stored_once(optimized, monkeypatch, tmp_path):
     monkeypatch.setattr(fixed_cache, "_SHARED_BYTES", 0)
     artifact = optimized("gpt2", precision="fp16")

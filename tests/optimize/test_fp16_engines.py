@@ -28,6 +28,7 @@ CASES = [
 MARKS = {"bert": (), "resnet": pytest.mark.more}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("kind", "task", "config", "gemms", "convolutions", "attentions"),
     [pytest.param(*case, marks=MARKS.get(case[0], pytest.mark.slow), id=case[0]) for case in CASES],

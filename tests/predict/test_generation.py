@@ -87,6 +87,7 @@ def test_prompt_that_is_too_long_is_a_bad_row(artifact, tmp_path):
     assert "the model's limit is 128" in bad["error"]
 
 
+@pytest.mark.more
 def test_options_of_generation_are_for_models_that_generate(exported, rows, tmp_path):
     with pytest.raises(OptionError, match="is for models that generate texts"):
         predict_file(

@@ -459,6 +459,7 @@ def test_notes_and_parts_of_others_are_kept(predict, tmp_path, tiny, data, monke
     assert predict(artifact, data).resumed_rows == 32
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

@@ -25,6 +25,7 @@ def write(path, texts, **more):
     return path
 
 
+@pytest.mark.more
 def test_only_the_row_that_cannot_be_tokenized_is_bad(tiny, predict, rows, tmp_path):
     artifact = spoiled_copy(tiny("bert", "text-classification"), tmp_path / "panics", "panics")
     texts = [*GOOD, PANIC, *GOOD, PANIC]
@@ -53,6 +54,7 @@ def test_question_or_context_that_cannot_be_tokenized_is_named(tiny, predict, ro
     assert errors[2].startswith("the context cannot be tokenized")
 
 
+@pytest.mark.more
 def test_row_on_which_the_tokenizer_hangs_is_bad_and_the_command_ends(tiny, tmp_path):
     endless = spoiled_copy(tiny("bert", "feature-extraction"), tmp_path / "it", "never_returns")
     source = write(tmp_path / "in.jsonl", [*GOOD, ENDLESS, *GOOD])
@@ -105,6 +107,7 @@ def stubborn(monkeypatch):
         each.released.set()
 
 
+@pytest.mark.more
 def test_stuck_text_is_found_once_and_refused_from_then_on(stubborn):
     encode, watchdog = stubborn("c"), TokenizerWatchdog()
     assert watchdog(encode, ["a", "b"]) == ["A", "B"]

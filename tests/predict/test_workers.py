@@ -69,6 +69,7 @@ def test_json_numbers_have_few_digits_and_no_nan():
     assert _json({"a": [float("inf"), "é", b"\x00"]}) == '{"a": [null, "é", "00"]}'
 
 
+@pytest.mark.more
 def test_predict_loads_neither_torch_nor_transformers(tiny, reviews, tmp_path):
     artifact = tiny("bert", "feature-extraction")
     program = (
@@ -188,6 +189,7 @@ def test_shortened_text_has_the_same_first_tokens(tiny, unit):
             assert len(tokenizer._shorten(text)) < 50_000
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("kind", "task"),
     [

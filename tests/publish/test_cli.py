@@ -15,6 +15,7 @@ def artifact(tmp_path):
     return made.path
 
 
+@pytest.mark.more
 def test_publish_prints_the_address_that_pull_takes(artifact, tmp_path):
     done = in_pipe("publish", artifact, tmp_path / "registry", "--alias", "best")
     assert (done.status, done.out) == (0, f"{(tmp_path / 'registry/name/1').as_uri()}\n")
@@ -27,6 +28,7 @@ def test_publish_prints_the_address_that_pull_takes(artifact, tmp_path):
     assert "same content" in again.err
 
 
+@pytest.mark.more
 def test_errors_are_status_2_with_the_remedy(tmp_path):
     bare = publishable(tmp_path / "bare").path
     done = in_pipe("publish", bare, tmp_path / "registry")

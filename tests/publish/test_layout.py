@@ -306,6 +306,7 @@ def test_several_artifacts_need_the_layout(three, tmp_path):
 # The commands
 
 
+@pytest.mark.more
 def test_commands_publish_several_and_pull_one(three, tmp_path):
     paths = [artifact.path for artifact in three]
     words = ("--layout", "hub", "--license", "mit", "--name", "minilm")
@@ -426,6 +427,7 @@ def test_graph_pools_as_the_modules_say(embedder, tmp_path, mode, external):
     assert "sentence_embedding: float32 (batch, 32)" in card
 
 
+@pytest.mark.more
 def test_validation_compares_the_pooling_of_the_graph(tiny_model, home, tmp_path):
     source = shutil.copytree(tiny_model("bert", "feature-extraction"), tmp_path / "source")
     kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}

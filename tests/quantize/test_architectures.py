@@ -51,6 +51,7 @@ def cases(*kinds, quick):
     return [pytest.param(*case, marks=marks[case[0]], id=case[0]) for case in chosen]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("kind", "task", "config", "layers", "kernels", "attentions"),
     cases(

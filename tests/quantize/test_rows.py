@@ -289,6 +289,7 @@ def test_an_image_that_is_none_is_named_by_its_place(vit):
         read(vit, [{"image": synthetic_images(1)[0]}, {"image": {"bytes": b""}}], column="image")
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "dataset"])
 def test_labels_of_every_source_set_the_budget(datasets, bert, quantized, tmp_path, kind):
     rows = rows_of(TEXT, right=[NAMES[i % 3] for i in range(len(TEXT))])

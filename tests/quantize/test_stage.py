@@ -143,6 +143,7 @@ def test_the_same_inputs_give_the_same_bytes(tiny, quantized, tmp_path):
     assert first.model.read_bytes() == second.model.read_bytes()
 
 
+@pytest.mark.more
 def test_the_search_leaves_layers_out_until_the_budget_holds(tiny, quantized):
     source = tiny("bert", "token-classification")
     everything = report_of(quantized(source))["accuracy"]["cosine"]

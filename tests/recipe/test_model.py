@@ -231,6 +231,7 @@ def test_tags_are_refused_and_nothing_is_run(value, monkeypatch):
     assert f"the tag '{value.split()[0]}" in error(f"model: m\nstages: {value}")
 
 
+@pytest.mark.more
 def test_aliases_that_expand_without_end_are_refused():
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10)]

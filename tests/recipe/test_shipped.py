@@ -65,6 +65,7 @@ def test_own_model_runs(run, tiny_model, monkeypatch):
     assert artifact.manifest.verdict("validate").passed
 
 
+@pytest.mark.more
 def test_sentiment_runs(run, tiny_model, monkeypatch):
     monkeypatch.delenv("REVIEWS", raising=False)
     model = str(tiny_model("distilbert", "text-classification"))

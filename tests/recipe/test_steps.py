@@ -257,6 +257,7 @@ def test_triton_and_kserve_get_what_their_commands_write(write, cli, tmp_path):
     assert "s3://models/mine" in (tmp_path / "kserve/inferenceservice.yaml").read_text()
 
 
+@pytest.mark.more
 def test_what_stages_made_is_printed_as_their_commands_print_it(write, cli, tmp_path, monkeypatch):
     # Its validation replaces the verdict, which tests in other processes may need.
     monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))

@@ -51,6 +51,7 @@ def rope(**parameters):
 # -- answers that transformers 5 gave -------------------------------------------------------------
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", SAVED)
 def test_answers_equal_those_of_transformers_5(name, tmp_path):
     case = SAVED[name]

@@ -30,6 +30,7 @@ def bert(exported):
     return exported("bert", "text-classification")
 
 
+@pytest.mark.more
 def test_answers_are_transformers_own(bert, tiny_model):
     import torch
     from transformers import AutoModelForSequenceClassification
@@ -95,6 +96,7 @@ def t5(tiny_model, home):
     return export_model(str(source), task="text2text-generation-with-past")
 
 
+@pytest.mark.more
 def test_past_of_a_decoder_changes_its_answer_and_comes_back(gpt2):
     feeds = feeds_for(gpt2, past_sequence=5)
     with runner(gpt2) as reference:
@@ -139,6 +141,7 @@ def test_cache_is_the_models_own(gpt2):
             reference.decode(whole, resume=True)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", ["gpt2", "t5"])
 def test_exporter_takes_no_part_in_the_reference_of_decoders(kind, request, monkeypatch):
     from optimum.exporters.onnx import model_patcher

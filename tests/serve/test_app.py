@@ -533,6 +533,7 @@ STRANGE = [
 ]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("body", STRANGE, ids=lambda body: repr(body[:24]))
 def test_no_fuzzed_request_is_a_fault(running, body):
     for endpoint in ENDPOINTS:

@@ -181,6 +181,7 @@ def strike(running, rng, count, results):
     results.append((statuses, faults))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("count", [2000, pytest.param(30_000, marks=pytest.mark.slow)])
 def test_no_request_is_a_fault_and_a_good_client_is_served_meanwhile(running, count):
     body = {"inputs": ["The pump runs.", "a"], "model": "vectors"}

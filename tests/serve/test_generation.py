@@ -191,6 +191,7 @@ def events(text):
 # -- plain routes -------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["writer", "translator"])
 @pytest.mark.parametrize(
     "options",

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="signals and pro
 MODES = pytest.mark.parametrize("restart", [True, False], ids=["supervised", "alone"])
 
 
+@pytest.mark.more
 @MODES
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_answers_and_ends_with_0(start, restart, number):
@@ -91,6 +92,7 @@ def test_running_and_sent_requests_are_answered_with_connection_close(start, res
     assert server.rest()[0] == 0
 
 
+@pytest.mark.more
 def test_readiness_ends_at_once_and_connections_are_accepted_for_the_drain_delay(start):
     server = start(config={"drain_delay": 2.0}).ready()
     server.send(signal.SIGTERM)
@@ -159,6 +161,7 @@ def test_two_interrupts_in_a_row_end_at_once(start):
     assert server.rest()[0] == 130
 
 
+@pytest.mark.more
 @MODES
 def test_sighup_reloads(start, restart):
     server = start(config={"restart": restart}).ready()
@@ -167,6 +170,7 @@ def test_sighup_reloads(start, restart):
     assert server.end()[0] == 0
 
 
+@pytest.mark.more
 def test_stuck_worker_is_replaced_and_its_requests_answered(start):
     server = start().ready()
     before = server.pid()
@@ -181,6 +185,7 @@ def test_stuck_worker_is_replaced_and_its_requests_answered(start):
     assert server.end()[0] == 0
 
 
+@pytest.mark.more
 @MODES
 def test_blocked_event_loop_does_not_prevent_exit(start, restart):
     config = {"grace": 0.0, "restart": restart}
@@ -258,6 +263,7 @@ def test_connections_in_the_backlog_are_taken_when_listening_stops():
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("round_", range(3))
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "new"])
 @pytest.mark.parametrize("processes", [1, 2])

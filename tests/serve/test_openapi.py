@@ -100,6 +100,7 @@ def name_models(operation, schemas):
             schema["required"] = [*dict.fromkeys([*schema.get("required", ()), "model"])]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "endpoint", ENDPOINTS, ids=lambda endpoint: f"{endpoint.method} {endpoint.path}"
 )

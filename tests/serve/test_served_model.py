@@ -352,6 +352,7 @@ def test_images_in_preprocessing_count_towards_the_queue(exported):
     assert 20 < len(refused) < 40
 
 
+@pytest.mark.more
 def test_audio_is_batched_by_its_duration(exported):
     pytest.importorskip("soundfile", reason="pip install 'enginery[audio]'")
 

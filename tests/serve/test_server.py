@@ -30,6 +30,7 @@ from tests.serve.processes import (
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes of POSIX")
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("spawn", [False, True], ids=["as-here", "spawned"])
 def test_killed_worker_is_replaced_and_answers_within_seconds(start, spawn):
     server = start(spawn=spawn).ready()
@@ -73,6 +74,7 @@ def test_worker_that_cannot_restart_is_retried_with_delays(start, tmp_path):
     assert server.end()[0] == 0
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("processes", [1, 2])
 def test_worker_that_ends_alone_leaves_the_socket_to_its_replacement(start, processes):
     server = start(config={"processes": processes}).ready()
@@ -97,6 +99,7 @@ def test_sigterm_between_two_workers_ends_with_0(start, tmp_path):
     assert not psutil.pid_exists(server.process.pid)
 
 
+@pytest.mark.more
 def test_two_processes_answer_and_reload_together(start):
     server = start(config={"processes": 2}).ready()
     pids = set()
@@ -144,6 +147,7 @@ def answered(server):
     return sum(map(float, counts))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("spawn", [False, True], ids=["as-here", "spawned"])
 def test_workers_end_when_their_parent_is_killed(start, spawn):
     server = start(config={"processes": 2}, spawn=spawn).ready()
@@ -167,6 +171,7 @@ def test_worker_that_does_not_end_is_killed(start):
     assert gone(worker.pid)
 
 
+@pytest.mark.more
 def test_worker_that_hangs_is_replaced(start):
     server = start(hang=1.0).ready()
     worker = psutil.Process(server.pid())
@@ -198,6 +203,7 @@ def test_parent_is_small_and_imports_nothing_heavy(start):
     assert server.end()[0] == 0
 
 
+@pytest.mark.more
 def test_parent_closes_its_sockets_at_shutdown(start):
     server = start(config={"drain_delay": 0.0}).ready()
     client = server.running(b"sleep/2")
@@ -282,6 +288,7 @@ def test_uvicorn_does_not_trace_its_connections():
     assert levels["uvicorn.error"] == "WARNING"
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "options",
     [

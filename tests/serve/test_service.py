@@ -109,6 +109,7 @@ def serving(*artifacts, options=(), **environment):
         process.stdout.close()
 
 
+@pytest.mark.more
 def test_it_serves_several_models_and_ends_with_0(exported):
     one, two = exported("bert", "feature-extraction"), exported("bert", "text-classification")
     with serving(f"words={one.path}", f"labels={two.path}") as server:
@@ -213,6 +214,7 @@ def test_sighup_reloads_the_artifact_without_losing_requests(exported, tmp_path)
         assert model["content_sha256"] == second.content_sha256()
 
 
+@pytest.mark.more
 def test_failed_reload_is_logged_once_as_an_error(tiny_paths, tmp_path):
     path = tmp_path / "swap"
     shutil.copytree(tiny_paths("vectors")["vectors"], path)
@@ -259,6 +261,7 @@ def test_failed_validation_is_a_warning_and_missing_one_is_logged(tiny_paths, tm
         assert server.lines.count(warning) == 2
 
 
+@pytest.mark.more
 def test_log_has_the_status_of_requests_cancelled_by_the_server(tiny_paths):
     path = tiny_paths("vectors")["vectors"]
     options = ("--queue-inputs", "5000", "--grace", "0", "--max-body-bytes", "2000000")
@@ -334,6 +337,7 @@ def test_invalid_provider_is_rejected_before_listening(tiny_paths, options, mess
     assert "listening" not in done.stderr
 
 
+@pytest.mark.more
 def test_running_requests_are_answered_before_exit(exported):
     path = exported("bert", "feature-extraction").path
     with serving(path, options=("--queue-inputs", "5000")) as server:
@@ -374,6 +378,7 @@ def test_garbage_collection_is_enabled_once_models_are_loaded(exported):
     asyncio.run(scenario())
 
 
+@pytest.mark.more
 def test_unavailable_provider_stops_the_startup(exported, tmp_path):
     done = subprocess.run(
         [

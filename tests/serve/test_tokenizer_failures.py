@@ -51,6 +51,7 @@ def require_answers(server, name):
         assert answer.status_code == 200, answer.text
 
 
+@pytest.mark.more
 def test_text_that_cannot_be_tokenized_is_refused_on_every_route(spoiled):
     bytes_of = {"name": "text", "datatype": "BYTES", "shape": [2], "data": ["the pump", PANIC]}
     asked = [
@@ -75,6 +76,7 @@ def test_text_that_cannot_be_tokenized_is_refused_on_every_route(spoiled):
         assert not any("Traceback" in line for line in server.lines)
 
 
+@pytest.mark.more
 def test_texts_that_hang_block_neither_others_nor_shutdown(spoiled, exported):
     plain = exported("bert", "feature-extraction").path
     models = f"endless={spoiled('never_returns')}", f"plain={plain}"
@@ -106,6 +108,7 @@ def test_text_that_hangs_replaces_the_process(spoiled):
         require_answers(server, "m")
 
 
+@pytest.mark.more
 def test_text_that_hangs_makes_the_model_unready(spoiled):
     options = ("--stuck-after", "1", "--no-restart", "--grace", "1")
     with serving(f"m={spoiled('never_returns')}", options=options) as server:

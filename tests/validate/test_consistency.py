@@ -94,6 +94,7 @@ def weaken_attention(size, operation, limit, factor=0.7, times=1):
     return edit
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("fault", "found_at"),
     [
@@ -193,6 +194,7 @@ def test_report_lists_the_sizes(exported, copied):
     assert found.deviating == []
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("size", "limit"), [("length", 100), ("batch", 31)])
 def test_sizes_at_which_the_graph_begins_to_do_something_else_run(exported, copied, size, limit):
     """A size that no list has is found, because the graph holds the number."""
@@ -212,6 +214,7 @@ def test_model_that_reads_padding_in_pytorch_passes_with_a_note(exported, copied
     assert any("differ from their rows alone" in note for note in report.notes)
 
 
+@pytest.mark.more
 def test_quantized_batch_is_judged_by_its_rows_alone(exported, tmp_path):
     """No limit on a single case is tight enough: what fails is that batches are worse than rows."""
     int8 = quantize_model(
@@ -227,6 +230,7 @@ def test_quantized_batch_is_judged_by_its_rows_alone(exported, tmp_path):
     assert "for rows alone" in report.summary
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", ["electra", pytest.param("mpnet", marks=pytest.mark.more)])
 def test_dynamic_int8_of_a_classifier_passes(exported, tmp_path, kind):
     """Its scales depend on the batch, and the cosine of a few logits differs between rows."""

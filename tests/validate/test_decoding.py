@@ -124,6 +124,7 @@ def test_encoder_decoder_passes_on_every_step(exported, kind, task, layout, firs
     assert decoded(report) == steps_of(ENCODED, first, LATER)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("kind", "fault"),
     [
@@ -144,6 +145,7 @@ def test_wrong_cache_shows_in_the_tokens_after_it(verdict, kind, fault):
     assert not any("the prompt" in name for name in failed)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("kind", "fault", "shown_by_sweep"),
     [
@@ -162,6 +164,7 @@ def test_mask_of_padding_on_the_left_is_honoured(verdict, kind, fault, shown_by_
     assert bool(failed_sweep(report)) == shown_by_sweep
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("kind", "shown"),
     [
@@ -179,6 +182,7 @@ def test_positions_count_from_the_first_token(verdict, kind, shown):
     assert bool(failed) == shown
 
 
+@pytest.mark.more
 def test_prompt_runs_with_an_empty_past(verdict):
     report = verdict("gpt2", TEXT, faults.prompt_without_past_differs)
     assert not report.passed
@@ -189,6 +193,7 @@ def test_prompt_runs_with_an_empty_past(verdict):
     assert not failed_sweep(report)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("kind", "layout", "fault", "graph"),
     [

@@ -33,6 +33,7 @@ def cases_that_fail(report):
     return {case.name for case in report.cases if not case.passed}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("model", "edit"),
     [
@@ -60,6 +61,7 @@ def test_swapped_outputs(verdict):
     }
 
 
+@pytest.mark.more
 def test_batch_folded_to_a_constant_that_small_inputs_happen_to_have(verdict):
     report = verdict(TEXT, faults.reshape("logits", [2, 3]))
     assert "small" not in cases_that_fail(report)
@@ -111,6 +113,7 @@ def test_logarithm_of_a_negative(verdict):
     assert "NaN or infinite" in report.summary
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("element_type", "name"),
     [

@@ -205,6 +205,7 @@ def test_sound_rewritings_pass(sound, tmp_path, kind, rewritings):
     assert not failed, "sound, but failed:\n" + "\n".join(failed)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["rows_exchanged: batch > 70", "scaled: length from 150 to 199"])
 def test_fault_beyond_the_usual_sizes_fails(sound, tmp_path, name):
     broken = plant(sound("bert", "fp32"), ENCODER[name], "model.onnx", tmp_path / "broken")

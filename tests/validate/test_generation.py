@@ -182,6 +182,7 @@ def test_fault_of_an_encoder_decoder_shows_in_late_steps(broken):
     assert failed_steps(report) == [f"3 sentences with PyTorch's tokens, token {STEPS - 1}"]
 
 
+@pytest.mark.more
 def test_wrong_tokens_name_input_step_and_margin(broken):
     report = broken("gpt2", faults.oldest_position_forgotten)
     assert re.search(r"worst: \w.* on (generation|sweep|decoding) '.*largest error", report.summary)
@@ -213,6 +214,7 @@ def test_texts_may_part_within_the_allowed_error(broken):
     assert found.beams_equal < found.inputs
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("kind", "field", "value", "shown"),
     [
@@ -262,6 +264,7 @@ def test_end_token_that_pytorch_does_not_have_ends_the_text(edited, exported):
     assert "PyTorch's after 4" in problem
 
 
+@pytest.mark.more
 def test_tokenizer_without_special_tokens_fails(edited):
     report = edited("marian", "tokenizer.json", lambda d: d.update(post_processor=None))
     assert not report.passed
@@ -270,6 +273,7 @@ def test_tokenizer_without_special_tokens_fails(edited):
     assert all("the tokenizer gives" in problem for problem in problems)
 
 
+@pytest.mark.more
 def test_artifact_that_load_model_cannot_generate_with_fails(edited):
     report = edited("gpt2", "generation_config.json", lambda d: d.update(num_beam_groups=2))
     assert not report.passed

@@ -87,6 +87,7 @@ def weight_scales(change):
     return edit
 
 
+@pytest.mark.more
 def test_quantize_measures_every_layer_on_held_out_and_built_in_rows(int8):
     report = QuantizationReport.of(int8)
     assert set(report.layer_errors) == set(report.quantized_layers)
@@ -96,6 +97,7 @@ def test_quantize_measures_every_layer_on_held_out_and_built_in_rows(int8):
     assert all(0.001 < seen.error < 0.1 for seen in report.layer_errors.values())
 
 
+@pytest.mark.more
 def test_sound_artifact_has_the_errors_that_quantize_measured(int8, tmp_path):
     artifact = int8.copy_to(tmp_path / "copy")
     report = validate_model(artifact, effort="quick")
@@ -148,6 +150,7 @@ def test_fault_in_one_layer_fails_that_layer(planted, int8, fault, factor):
     assert worst.error > factor * worst.expected
 
 
+@pytest.mark.more
 def test_scale_that_the_record_of_the_calibration_has_as_well_is_found_here_alone(planted):
     """The graph and ranges.json agree, the weights are right, and the answers are near enough."""
 
@@ -166,6 +169,7 @@ def test_scale_that_the_record_of_the_calibration_has_as_well_is_found_here_alon
     assert " % off FP32, " in report.layers.problem
 
 
+@pytest.mark.more
 def test_own_data_are_held_against_the_held_out_rows(int8, planted, tmp_path):
     file = tmp_path / "texts.txt"
     file.write_text("\n".join(TEXT))
@@ -183,6 +187,7 @@ def test_users_own_limit_replaces_those_of_the_layers(planted):
     assert planted(lambda g: None, min_cosine=0.5).layers is None
 
 
+@pytest.mark.more
 def test_layers_that_cannot_be_traced_are_counted(planted):
     def rename(g):
         weight = g.producer(g.node(LAYER).input[1])
@@ -195,6 +200,7 @@ def test_layers_that_cannot_be_traced_are_counted(planted):
     assert not failed(report)
 
 
+@pytest.mark.more
 def test_artifact_without_measured_layers_is_noted(int8, tmp_path):
     artifact = int8.copy_to(tmp_path / "copy")
     file = artifact.path / "reports" / "quantization.json"

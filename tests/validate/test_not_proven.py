@@ -31,6 +31,7 @@ def vanishing_model(directory, factor):
     return directory
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "factor", [1e-38, *(pytest.param(factor, marks=pytest.mark.more) for factor in (0.0, 1e-40))]
 )
@@ -42,6 +43,7 @@ def test_vanishing_outputs_are_not_proven(tmp_path, factor):
     assert "--data" in report.summary
 
 
+@pytest.mark.more
 def test_small_outputs_with_relative_accuracy_pass(tmp_path):
     artifact = export_model(str(vanishing_model(tmp_path / "model", 1e-20)), task=TEXT[1])
     assert validate_model(artifact).passed
@@ -58,6 +60,7 @@ def test_limit_of_zero_is_not_met_by_a_constant(exported, copied):
     assert report.not_proven == []
 
 
+@pytest.mark.more
 def test_model_that_ignores_its_inputs_is_not_proven(tmp_path):
     """In PyTorch itself every text gets the same scores."""
     directory = save_tiny(*TEXT, tmp_path / "model")
@@ -164,6 +167,7 @@ def test_real_inputs_do_not_raise_the_limits_of_generated_ones(tmp_path):
     assert alone == both
 
 
+@pytest.mark.more
 def test_user_whose_own_inputs_prove_nothing_is_not_sent_in_a_circle(tmp_path):
     imported, strips = recognizer(tmp_path)
     np.savez(strips, strip=np.zeros((2, 8, 16), np.float32))

@@ -79,6 +79,7 @@ def test_own_files_are_all_compared(artifact, tmp_path, model):
     assert wanted in metrics.compared
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("model", MODELS)
 def test_altered_files_are_named_with_their_keys(artifact, tmp_path, model):
     for index, fault in enumerate(f for f in FAULTS if f.model == model):

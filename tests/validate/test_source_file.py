@@ -132,6 +132,7 @@ def zero_row(model):
     faults.change_initializer(model, WORDS, change)
 
 
+@pytest.mark.more
 def test_faults_of_the_graph_are_found(made):
     precision = made.path.name
     edits = [zero_row, edited(on_mask(mask_ignored_if_long))]
@@ -188,6 +189,7 @@ def test_graph_that_onnxruntime_has_fused_passes(imported, copied):
     assert report.weights.compared / report.weights.elements > 0.95
 
 
+@pytest.mark.more
 def test_file_that_is_quantized_itself_is_compared_number_by_number(imported, tmp_path):
     int8 = quantize_model(imported, SENTENCES, capability=(), curve=False)
     (tmp_path / "source").mkdir()

@@ -94,6 +94,7 @@ def test_correct_model_passes_on_all_sizes_and_real_inputs(exported, model, swee
     assert all(case.outputs for case in graphs)
 
 
+@pytest.mark.more
 def test_sequence_to_sequence_model_passes_in_every_graph(exported):
     report = validate_model(exported("t5", "text2text-generation-with-past"), effort="quick")
     assert report.passed, report.summary
@@ -105,6 +106,7 @@ def test_sequence_to_sequence_model_passes_in_every_graph(exported):
     assert len(logits) == len(later)
 
 
+@pytest.mark.more
 def test_fp16_tolerance_follows_the_noise_of_fp16(exported):
     noise_floors = {}
     for dtype in ("fp16", "fp32"):
@@ -222,6 +224,7 @@ def test_corner_that_pytorch_rejects_fails(exported, copied):
     assert "profile 'batch 1, sequence 100, past_sequence 100': PyTorch rejects" in report.summary
 
 
+@pytest.mark.more
 def test_size_of_the_sweep_that_pytorch_rejects_is_skipped_and_listed(exported, tmp_path):
     """The config declares more positions than the weights have."""
     artifact = exported(*TEXT).copy_to(tmp_path / "copy")
@@ -343,6 +346,7 @@ def test_second_validation_uses_the_verdict_until_something_changes(exported, co
     assert ValidationReport.from_json(report.read_bytes()).passed is False
 
 
+@pytest.mark.more
 def test_verdict_from_elsewhere_is_not_trusted(exported, copied, tmp_path, monkeypatch):
     """Its author knows every field of the fingerprint and can write any report."""
     artifact = copied(exported(*TEXT))
@@ -369,6 +373,7 @@ def test_report_on_disk_is_the_one_returned(exported, copied):
     assert validate_model(artifact.path) == report
 
 
+@pytest.mark.more
 def test_failed_artifact_is_rejected_until_it_passes(exported, copied):
     artifact = copied(exported(*TEXT))
     sound = artifact.model.read_bytes()
@@ -400,6 +405,7 @@ def test_source_that_has_changed_is_an_error_that_names_the_file(tiny_model, tmp
         validate_model(artifact)
 
 
+@pytest.mark.more
 def test_imported_graph_can_be_compared_with_pytorch(exported, tiny_model, tmp_path):
     original = exported(*TEXT)
     artifact = export_model(str(original.model), task=TEXT[1], out=tmp_path / "out")

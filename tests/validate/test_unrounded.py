@@ -40,6 +40,7 @@ def errors(report, graph):
     return [output.max_abs / output.limit for case in cases for output in case.outputs]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("residual", ["fp16", pytest.param("fp32", marks=MORE)])
 def test_sound_graph_without_quantization_equals_pytorch(int8, copied, residual):
     report = validate_model(copied(int8(residual)), effort="quick")
@@ -115,6 +116,7 @@ def with_zero_point(point, *, both):
     return edit
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("edit", "said"),
     [
@@ -187,6 +189,7 @@ def low(exported):
     return make
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "kind", ["bert", *(pytest.param(kind, marks=MORE) for kind in ("resnet", "vit"))]
 )

@@ -131,6 +131,7 @@ def flip_lowest_bit(array):
     array.view(np.uint32)[3, 5] ^= 1
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("name", "edit", "parameter", "said"),
     [
@@ -178,6 +179,7 @@ def test_node_that_reads_another_layers_weight(bert, damaged):
     assert found.parameter.endswith("key.weight")
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16", marks=pytest.mark.more)])
 def test_cast_weights_are_the_nearest_numbers(bert, damaged, tmp_path, precision):
     artifact = optimize_model(bert, target="tensorrt", precision=precision, out=tmp_path / "low")
@@ -410,6 +412,7 @@ def halved_query(model, *, undone):
         model.graph.node.insert(place, faults.constant("two", np.float32(2)))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("undone", [True, False])
 def test_factor_that_the_graph_undoes(bert, copied, undone):
     artifact = without(bert, copied, lambda model: halved_query(model, undone=undone))

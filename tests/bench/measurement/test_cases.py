@@ -36,6 +36,7 @@ def shapes(target, **options):
     return [str(case) for case in sweep([target], BenchConfig(**options))]
 
 
+@pytest.mark.more
 def test_sweep_is_every_batch_with_every_sequence(bert):
     found = shapes(bert, batch="8,1", sequence="16,64")
     assert found == [f"batch {b}, sequence {s}" for b in (1, 8) for s in (16, 64)]
@@ -61,6 +62,7 @@ def test_sequence_beyond_the_maximum_length_is_an_error(bert):
         shapes(bert, shape=("batch=1,sequence=512",))
 
 
+@pytest.mark.more
 def test_error_on_sequence_for_an_image_model_lists_its_dims(vit):
     message = r"no dynamic dim 'sequence'.*pixel_values: float32 \(batch"
     with pytest.raises(OptionError, match=message):

@@ -34,6 +34,7 @@ def test_too_few_values_have_no_interval(confidence, needed):
     assert median_interval(list(range(needed)), confidence=confidence) is not None
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("count", [6, 10, 25, 60])
 @pytest.mark.parametrize("draw", ["lognormal", "bimodal"])
 def test_interval_contains_the_median_at_the_confidence_level(count, draw):

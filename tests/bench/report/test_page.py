@@ -83,6 +83,7 @@ def artifact(drawn, monkeypatch):
     return drawn
 
 
+@pytest.mark.more
 def test_page_shows_all_reports_loads_nothing_and_is_reproducible(drawn):
     artifact = drawn
     text = write_report(artifact.path).read_text()

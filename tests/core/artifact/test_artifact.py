@@ -491,6 +491,7 @@ def reported(tmp_path):
     return made.annotate(reports={"reports/latency.svg": b"<svg/>"})
 
 
+@pytest.mark.more
 def test_a_changed_byte_of_any_file_is_named(tmp_path):
     artifact = reported(tmp_path)
     for file in [path for path in artifact.path.rglob("*") if path.is_file()]:

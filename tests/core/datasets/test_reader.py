@@ -273,6 +273,7 @@ def test_parquet_that_repeats_a_long_text_is_read_in_small_batchs(tmp_path):
     assert most < 64 << 20
 
 
+@pytest.mark.more
 def test_parquet_with_huge_pages_is_rejected(tmp_path):
     texts = [f"{index}" + "a" * (3 << 20) for index in range(100)]
     path = tmp_path / "a.parquet"

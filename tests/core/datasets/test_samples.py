@@ -224,6 +224,7 @@ def test_labels_need_a_table(tmp_path):
         read_text_rows(written(tmp_path / "a.txt", "one"), "", rows=9, label_column="label")
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.parquet", "a.txt"])
 def test_a_file_is_never_in_memory_as_a_whole(tmp_path, name):
     texts = [f"{number} " + "word " * 2000 for number in range(4000)]

@@ -343,6 +343,7 @@ def test_a_hub_model_with_pickled_weights_is_rejected_before_the_download(hub):
     assert "pytorch_model.bin" in resolve("org/name", allow_pickle=True)["files"]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("refusal", "reason"),
     [
@@ -364,6 +365,7 @@ def test_hub_errors_are_described_without_the_token(hub, refusal, reason):
     assert "HF_TOKEN" in found["message"]
 
 
+@pytest.mark.more
 def test_without_a_network_an_earlier_download_serves_and_anything_else_is_an_error(
     hub, monkeypatch
 ):
@@ -384,6 +386,7 @@ def test_downloads_go_where_cache_dir_says(hub, tmp_path):
     assert found["path"].startswith(str(tmp_path / "elsewhere"))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("model", ["org/na--me", "org/na..me", "org/name-", "o" * 97])
 def test_an_id_that_the_hub_forbids_is_an_error_and_not_a_traceback(hub, model):
     found = resolve(model)

@@ -134,6 +134,7 @@ def decode_alone(path, facts, prompts, encoder, steps=STEPS):
     return found
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("kind", "grouped"),
     [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
@@ -168,6 +169,7 @@ def test_tokens_are_those_of_generate(decoder, tmp_path):
     ]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", ["llama", "t5"])
 def test_nothing_is_left_that_computes_sizes(decoder, tmp_path, kind):
     _, _, facts = decoder(kind)
@@ -247,6 +249,7 @@ def add_bias(graph, power):
         insert(graph, softmax.inputs[0], "Add", [apart.outputs[0]])
 
 
+@pytest.mark.more
 def test_bias_that_grows_with_distance_is_added(decoder, tmp_path):
     artifact, path, _ = decoder("gpt2")
     changed = altered(path, tmp_path / "changed.onnx", lambda graph: add_bias(graph, 1))

@@ -20,6 +20,7 @@ def run(path, feeds, names=None):
     return dict(zip(names, session.run(names, feeds), strict=True))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "opt", "qwen3"])
 def test_a_decoder_keeps_its_cache_and_the_last_logits(tiny_model, home, tmp_path, kind):
     source = str(tiny_model(kind, "text-generation"))

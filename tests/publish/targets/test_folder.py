@@ -166,6 +166,7 @@ def test_all_users_can_read_a_version(artifact, registry):
 # Damage
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["model.onnx", "README.md", "manifest.json", "config.json"])
 def test_damaged_version_is_repaired_by_publishing_again(artifact, registry, tmp_path, name):
     publish(artifact, registry, alias="best")
@@ -387,6 +388,7 @@ def test_full_disk_is_an_error_and_leaves_no_version(artifact, registry, monkeyp
 # Several writers, and dead ones
 
 
+@pytest.mark.more
 def test_concurrent_writers_publish_each_content_once(artifact, registry, tmp_path):
     other = model(tmp_path / "b", b"other")
     orders = [(artifact, other), (other, artifact), (artifact, other), (other, artifact)]
@@ -401,6 +403,7 @@ def test_concurrent_writers_publish_each_content_once(artifact, registry, tmp_pa
     assert len(found) == 1, "one content has one version for all writers"
 
 
+@pytest.mark.more
 def test_concurrent_writers_of_two_models_are_both_in_the_index(artifact, registry, tmp_path):
     code = PUBLISH.replace('name="m"', "name=path.rpartition('-')[2]")
     places = [model(tmp_path / f"x-{name}", name.encode()).path for name in "abcd"]

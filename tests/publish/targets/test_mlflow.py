@@ -244,6 +244,7 @@ def test_texts_are_taken_in_every_form_that_mlflow_passes_on(task, exported, in_
     np.testing.assert_array_equal(model.predict(TEXTS[0]), expected[:1])
 
 
+@pytest.mark.more
 def test_provider_that_cannot_be_had_is_an_error_in_mlflow_too(server, artifact):
     from mlflow import pyfunc
 
@@ -331,6 +332,7 @@ def test_loading_the_model_does_not_import_torch(artifact):
 # The server.
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "task",
     [
@@ -426,6 +428,7 @@ def test_version_has_tags_and_description(server, artifact, tmp_path):
     assert run.data.params["export.opset"] == str(artifact.manifest.stages[0].options["opset"])
 
 
+@pytest.mark.more
 def test_run_has_metrics_and_plots(server, exported, tmp_path):
     from enginery import validate_model
 
@@ -478,6 +481,7 @@ def killed(artifact, url, **environment):
     assert ended.returncode == -9
 
 
+@pytest.mark.more
 def test_killed_publish_leaves_no_version_and_the_next_one_cleans_up(server, artifact, tmp_path):
     one = altered(artifact, tmp_path / "one", '{"killed": 1}')
     killed(one, "mlflow:/killed")
@@ -491,6 +495,7 @@ def test_killed_publish_leaves_no_version_and_the_next_one_cleans_up(server, art
     assert pulled.content_sha256() == one.content_sha256()
 
 
+@pytest.mark.more
 def test_uploads_of_other_machines_and_models_are_kept(server, artifact, tmp_path):
     one = altered(artifact, tmp_path / "one", '{"elsewhere": 1}')
     killed(one, "mlflow:/a.b")
@@ -500,6 +505,7 @@ def test_uploads_of_other_machines_and_models_are_kept(server, artifact, tmp_pat
     assert logged_models(server, "a-b") == [("PENDING", "RUNNING"), ("READY", "FINISHED")]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("call", ["log_model_artifact", "create_model_version"])
 def test_failed_publish_leaves_no_logged_model(server, artifact, tmp_path, monkeypatch, call):
     from mlflow import MlflowClient

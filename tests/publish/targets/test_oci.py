@@ -112,6 +112,7 @@ def test_layout_of_the_hub_is_published_once_and_pulled_as_it_was(registry, arti
     assert back.model == tmp_path / "one/model.onnx"
 
 
+@pytest.mark.more
 def test_version_is_a_tag_that_never_moves(registry, artifact, tmp_path):
     host, _ = registry
     url, other = f"oci://{host}/versions", altered(artifact, tmp_path / "other")
@@ -406,6 +407,7 @@ def test_image_not_published_by_enginery_is_an_error(registry, artifact, tmp_pat
         stage.pull(f"oci://{host}/foreign:1", tmp_path / "out", UNVALIDATED)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("place", ["/v2/", "/token", "/manifests/1", "/manifests/refused", "/tags"])
 def test_size_of_responses_is_limited(place):
     from enginery.publish.targets.oci.client import OciClient

@@ -45,6 +45,7 @@ def without_torch(monkeypatch):
     monkeypatch.setattr(module, "is_torch_available", lambda: False)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("sound", SOUNDS)
 @pytest.mark.parametrize("bins", [80, 128])
 def test_whisper_features_equal_transformers(tmp_path, monkeypatch, bins, sound):
@@ -116,6 +117,7 @@ def test_dither_adds_the_same_noise_every_time(tmp_path):
     assert abs(found.std() - expected.std()) < 0.01
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("sound", SOUNDS)
 @pytest.mark.parametrize(
     "settings",
@@ -140,6 +142,7 @@ def test_wav2vec2_values_equal_transformers(tmp_path, settings, sound):
             np.testing.assert_array_equal(found["attention_mask"], expected["attention_mask"])
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("sound", SOUNDS)
 @pytest.mark.parametrize(
     "settings",

@@ -484,6 +484,7 @@ def test_the_version_is_that_of_a_library_already_loaded():
     assert patch.isdigit()
 
 
+@pytest.mark.more
 def test_engines_really_built_are_chosen_and_warmed_up(bert, tmp_path, machine):
     pytest.importorskip("tensorrt_rtx_bindings")
     from enginery import build_engine

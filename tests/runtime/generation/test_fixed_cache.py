@@ -492,6 +492,7 @@ def bart(tiny_model, session_home):
         yield model, FixedCacheDecoder(graphs, runners, pad_id=pad, limit=POSITIONS)
 
 
+@pytest.mark.more
 def test_an_artifact_generates_with_the_graph_where_it_is_asked_to(bart, tmp_path):
     model, decoder = bart
     out = tmp_path / "artifact"

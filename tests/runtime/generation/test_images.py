@@ -80,6 +80,7 @@ SOME = [
 ]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", SOME)
 def test_tokens_are_those_of_transformers(reader, home, kind):
     source, artifact = reader(kind)
@@ -108,6 +109,7 @@ def test_validation_runs_all_graphs(reader, home, kind):
     assert any("24 tokens, token 5" in case.name for case in report.cases)
 
 
+@pytest.mark.more
 def test_images_are_read_from_files_and_bytes(reader, home, tmp_path):
     _, artifact = reader("donut")
     content = io.BytesIO()

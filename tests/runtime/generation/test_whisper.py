@@ -84,6 +84,7 @@ def assert_equal(source, artifact, cases):
                 assert [each.text for each in found] == texts, name
 
 
+@pytest.mark.more
 def test_tokens_are_those_of_transformers(whisper, home):
     source = whisper()
     artifact = export_model(str(source), task=TASK)
@@ -110,6 +111,7 @@ def test_an_english_model_takes_no_language(whisper, home):
                 model.generate(PAIRS, **{name: value})
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "file", ["generation_config.json", pytest.param("config.json", marks=pytest.mark.more)]
 )

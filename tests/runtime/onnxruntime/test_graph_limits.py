@@ -276,6 +276,7 @@ def test_runs_of_numbers_in_attributes_are_skipped_whatever_their_length(tmp_pat
     check_allocations(saved(tmp_path / "model.onnx", [trees]))
 
 
+@pytest.mark.more
 def test_any_damage_is_read_or_rejected_and_never_hangs(tmp_path):
     """Seeded mutations of every graph above: cut, overwritten, doubled."""
     generator = random.Random(11)
@@ -347,6 +348,7 @@ def test_outer_tensors_of_a_deep_subgraph_order_the_outer_nodes(tmp_path):
         check_allocations(path)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("content", [b"\x0a\x00", b"\x2a\x00"], ids=["nodes", "tensors"])
 def test_empty_parts_are_counted_before_they_take_gigabytes(tmp_path, content):
     body = content * 2_100_000

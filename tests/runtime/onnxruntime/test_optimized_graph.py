@@ -98,6 +98,7 @@ def test_a_run_that_fails_leaves_the_next_alone(tiny, home):
         assert lone.entered.is_set()
 
 
+@pytest.mark.more
 def test_sessions_map_the_same_weights(tmp_path, home):
     """A second session takes a fraction of the weights' size."""
     import psutil

@@ -437,6 +437,7 @@ def test_merged_decoder_is_rejected_with_the_export_option(tmp_path):
     assert parse_onnx(path).accepted
 
 
+@pytest.mark.more
 @needs_tensorrt
 def test_merged_t5_that_fails_to_build_names_the_export_option(tiny_model, tmp_path):
     source = tiny_model("t5", "text2text-generation")
@@ -457,6 +458,7 @@ def test_coverage_of_an_invalid_model_is_an_error(tmp_path):
         coverage(tmp_path / "none.onnx")
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kill", [signal.SIGTERM, signal.SIGKILL])
 def test_builder_ends_with_its_parent(tmp_path, kill):
     # A TensorRT that takes for ever to load.

@@ -144,6 +144,7 @@ LARGE = [
 ]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("text", LARGE, ids=range(len(LARGE)))
 def test_no_template_takes_gigabytes(tmp_path, monkeypatch, text):
     monkeypatch.setattr(chat_template, "_MAX_SECONDS", 2.0)

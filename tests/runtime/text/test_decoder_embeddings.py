@@ -60,6 +60,7 @@ def test_vectors_are_the_last_tokens_states(source, home, left):
         np.testing.assert_allclose(model.embed(TEXTS, prompt_name="query"), queries, atol=1e-5)
 
 
+@pytest.mark.more
 def test_an_embedder_validates_with_its_embeddings(source, home):
     report = validate_model(export_model(str(source)))
     assert report.passed

@@ -298,6 +298,7 @@ def test_minilm_equals_pytorch(minilm):
     assert np.abs(found - expected).max() <= 1e-5
 
 
+@pytest.mark.more
 def test_answering_imports_no_framework(minilm):
     code = (
         "import sys; import enginery.runtime.model as m\n"

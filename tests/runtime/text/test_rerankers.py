@@ -44,6 +44,7 @@ def raw(model, pairs, **options):
     return np.array([r.score for r in model.classify(pairs, activation="none", **options)])
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("two", [True, False])
 @pytest.mark.parametrize("left", [True, False])
 def test_scores_are_those_of_the_two_tokens(reranker, home, two, left):
@@ -88,6 +89,7 @@ def test_single_texts_are_refused_and_other_models_take_no_instruction(reranker,
         model.classify(PAIRS[:1], instruction="x")
 
 
+@pytest.mark.more
 def test_a_reranker_validates_and_keeps_its_order_in_int8(reranker, home):
     artifact = export_model(str(reranker()))
     report = validate_model(artifact)
@@ -127,6 +129,7 @@ def test_a_token_that_the_head_lacks_is_an_error(altered, home):
         export_model(source)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -157,6 +160,7 @@ def test_template_that_was_replaced_in_an_artifact_is_an_error(reranker, home, t
         load_model(artifact.path)
 
 
+@pytest.mark.more
 def test_content_may_be_a_list_of_parts(altered, reranker, home):
     structured = (reranker() / "chat_template.jinja").read_text()
     structured = structured.replace("message.content", "message.content[0].text")

@@ -37,6 +37,7 @@ def opened(plain, tmp_path):
     return open_it
 
 
+@pytest.mark.more
 @FAILURES
 @pytest.mark.parametrize("offsets", [True, False])
 def test_text_that_cannot_be_tokenized_is_named_by_its_index(opened, kind, text, reason, offsets):

@@ -89,6 +89,7 @@ def hold(process):
     return free, batches
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("task", "method", "inputs", "options"), ASKED, ids=[a[0] for a in ASKED])
 def test_answers_are_those_of_the_model_itself(exported, socket, task, method, inputs, options):
     artifact = exported("bert", task)

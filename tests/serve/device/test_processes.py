@@ -73,6 +73,7 @@ def device_and_fronts(server):
     return device, listening
 
 
+@pytest.mark.more
 def test_fronts_answer_as_the_model_and_end_with_0(exported):
     artifact, other = (
         exported("bert", "feature-extraction"),
@@ -125,6 +126,7 @@ def test_fronts_answer_as_the_model_and_end_with_0(exported):
         assert not directory.exists()
 
 
+@pytest.mark.more
 def test_killed_device_process_fails_its_requests_and_is_replaced(exported):
     path = exported("bert", "feature-extraction").path
     with serving(path, options=FRONTS) as server:
@@ -163,6 +165,7 @@ def test_killed_front_loses_only_its_own_connections(exported):
         assert {device, other} < set(server.children)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("option", ["--fronts", "--processes"])
 def test_there_is_no_503_after_the_server_was_ready(exported, option):
     path = exported("bert", "feature-extraction").path
@@ -186,6 +189,7 @@ def test_worker_that_replaces_another_listens_when_it_can_answer(exported):
         assert set(clients.statuses) == {200}
 
 
+@pytest.mark.more
 def test_draining_answers_what_was_sent(exported):
     path = exported("bert", "feature-extraction").path
     with serving(path, options=FRONTS) as server:
@@ -198,6 +202,7 @@ def test_draining_answers_what_was_sent(exported):
         assert set(clients.statuses) == {200}
 
 
+@pytest.mark.more
 def test_sighup_reloads_in_the_device_process_alone(exported, tmp_path):
     first, second = (exported("bert", "feature-extraction", opset=opset) for opset in (20, 19))
     served = tmp_path / "served"
@@ -222,6 +227,7 @@ def test_sighup_reloads_in_the_device_process_alone(exported, tmp_path):
         assert sum("reloaded" in line for line in server.lines) == 1
 
 
+@pytest.mark.more
 def test_artifact_that_cannot_be_loaded_ends_the_server(exported, copied, tmp_path):
     import subprocess
     import sys

@@ -79,6 +79,7 @@ def test_engine_is_compared_at_its_corners_and_on_inputs_that_fit(gpu, exported,
     assert len([name for name in real if name.startswith("sentences 1–16")]) == 15
 
 
+@pytest.mark.more
 def test_requested_corner_outside_all_engines_fails(gpu, exported, tmp_path):
     artifact = with_engines(exported("bert", "text-classification"), tmp_path / "made", {})
     report = run(

@@ -101,6 +101,7 @@ def least(artifact, *, own_data=False, rows=16):
     return accuracy_expectation(artifact, own_data=own_data).limits(rows).cosine
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("model", [DISTILBERT, pytest.param(GPT2, marks=pytest.mark.more)])
 def test_correct_artifact_has_the_accuracy_that_quantize_measured(made, copied, model):
     artifact = made(*model)
@@ -137,6 +138,7 @@ WRONG = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("model", "fault"),
     [
@@ -174,6 +176,7 @@ def test_value_that_is_not_finite_fails(made, copied):
     assert "NaN or infinite on one side only" in report.summary
 
 
+@pytest.mark.more
 def test_generated_inputs_alone_need_a_cosine_of_one_half(made, copied, tmp_path):
     """Without a tokenizer, in the source neither, only the sweep runs, and the report says so."""
     artifact = copied(made(*DISTILBERT))
@@ -238,6 +241,7 @@ def test_worst_row_and_neighbours_count_like_the_mean(with_options):
     assert limits.neighbours == pytest.approx(0.75)
 
 
+@pytest.mark.more
 def test_user_limits_take_precedence_over_the_budget(made, copied):
     artifact = copied(made(*DISTILBERT))
     strict = validate_model(artifact, min_cosine=0.9999)
