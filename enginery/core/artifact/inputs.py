@@ -25,13 +25,13 @@ import hashlib
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-from enginery.core.errors import InputError
+from enginery.core.errors import InputError, os_errors_as
 
 _REMEDY = "Run the command again."
 
@@ -86,7 +86,8 @@ class InputFiles:
         """Check the files at the end of the block.
 
         Raises:
-            InputError: a file was changed, replaced or removed, or was so for a time.
+            InputError: a file was changed, replaced or removed, or was so for a time; or it cannot
+                be looked at.
         """
         with self.explained():
             yield
@@ -102,7 +103,8 @@ class InputFiles:
         try:
             yield
         except Exception:
-            self.check()
+            with suppress(OSError):  # the block's own error says more
+                self._compare()
             raise
 
     def check(self, *, first: int | None = None) -> None:
@@ -112,6 +114,10 @@ class InputFiles:
             first: look only at so many files, in the order in which they were added, and not for
                 new ones.
         """
+        with os_errors_as(InputError, "what was read cannot be looked at again"):
+            self._compare(first)
+
+    def _compare(self, first: int | None = None) -> None:
         for path, before in islice(self._states.items(), first):
             try:
                 same = self._is_same(path, before, _State.of(path))

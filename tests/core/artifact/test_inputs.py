@@ -214,3 +214,24 @@ def test_hashing_nothing_twice(tmp_path, file, inputs, monkeypatch):
     monkeypatch.setattr(module.hashlib, "file_digest", hashed)
     with inputs.unchanged():
         assert Path(file).read_bytes() == b"good"
+
+
+def test_folder_that_cannot_be_listed_again_is_named(tmp_path):
+    inputs, listings = InputFiles(), iter([["a"], OSError(5, "Input/output error", "/data")])
+
+    def list_names():
+        names = next(listings)
+        if isinstance(names, OSError):
+            raise names
+        return names
+
+    inputs.add_listing(tmp_path, list_names)
+    with pytest.raises(InputError, match=r"looked at again: Input/output error: /data\."):
+        inputs.check()
+
+
+def test_error_of_a_stage_is_kept_where_its_inputs_cannot_be_listed(tmp_path):
+    inputs, listings = InputFiles(), iter([["a"]])
+    inputs.add_listing(tmp_path, lambda: next(listings, None) or tmp_path.joinpath("no").iterdir())
+    with pytest.raises(ArtifactError, match="the disk is full"), inputs.unchanged():
+        raise ArtifactError("the disk is full.")
