@@ -101,6 +101,7 @@ def made_again(artifact, path):
     return Artifact.open(again.path)
 
 
+@pytest.mark.more
 def test_export_anew_keeps_the_verdict_of_the_same_content(model, tmp_path):
     out = tmp_path / "out"
     first = export(model, out)
@@ -126,6 +127,7 @@ def test_export_of_another_model_takes_no_verdict_along(model, exported, tmp_pat
     assert other.failed_verdict() is None
 
 
+@pytest.mark.more
 def test_verdict_of_a_run_goes_before_the_one_at_its_out(model, tmp_path):
     out = tmp_path / "out"
     run_recipe(Recipe(model, (EXPORT, VALIDATE), out=str(out)))
@@ -148,6 +150,7 @@ def test_second_run_works_nowhere_and_writes_nothing(model, tmp_path):
     assert result.stages[1].report.passed
 
 
+@pytest.mark.more
 def test_force_works_everywhere(model):
     result = run_recipe(Recipe(model, (EXPORT, VALIDATE)), force=True)
     assert [stage.worked for stage in result.stages] == [True, True]

@@ -48,6 +48,7 @@ def long_signatures():
     return counts
 
 
+@pytest.mark.more
 def test_functions_take_few_parameters():
     longer = {
         key: count
@@ -57,6 +58,7 @@ def test_functions_take_few_parameters():
     assert not longer, "name a frozen dataclass for what belongs together"
 
 
+@pytest.mark.more
 def test_every_exception_is_needed():
     counts = long_signatures()
     assert [key for key, (count, _) in LONGER.items() if counts.get(key, 0) < count] == []

@@ -933,6 +933,7 @@ def test_copied_artifacts_are_reused_with_their_own_weights(work, exported, monk
     assert "onnx" not in again.results.artifacts("bert-base")
 
 
+@pytest.mark.more
 def test_carried_models_are_used_and_none_is_made(work, exported, monkeypatch):
     for stage in ("export_model", "optimize_model"):
         monkeypatch.setattr(models, stage, None)

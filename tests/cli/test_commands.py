@@ -128,6 +128,7 @@ def test_every_command_is_in_the_table_above():
     assert names == set(COMMANDS)
 
 
+@pytest.mark.more
 def test_examples_in_the_help_can_be_called(cli):
     app = commands()
     assert set(EXAMPLES) == set(MODULES)
@@ -545,6 +546,7 @@ def test_inspect_says_what_is_damaged_of_an_engine(cli, engine_words):
     assert "layers.json is not a list of layers" in cli("inspect", engine)[2]
 
 
+@pytest.mark.more
 def test_layers_on_a_terminal_are_those_that_multiply(engine_words, home):
     made, words = engine_words
     assert in_pipe(*words, "--out", made).status == 0
@@ -614,6 +616,7 @@ def test_build_without_a_gpu_says_which_capabilities_there_are(cli, engine_words
 # A run
 
 
+@pytest.mark.more
 def test_run_in_a_pipe_is_aligned_lines_without_escapes(tiny, home):
     words = ("run", "--model", tiny, "--task", "text-classification", "--quiet")
     found = in_pipe(*words, FORCE_COLOR="1")
@@ -915,6 +918,7 @@ def test_file_of_a_model_whose_name_is_not_utf8_is_named(cli, tiny, tmp_path):
     assert re.search(r"the name '.*/m/a\\xff\.json' is not valid UTF-8", err)
 
 
+@pytest.mark.more
 def test_interrupt_is_status_130_without_traceback_and_leaves_no_exporter(tiny, tmp_path):
     with start("export", tiny, ENGINERY_HOME=str(tmp_path)) as child:
         while line := child.stderr.readline():

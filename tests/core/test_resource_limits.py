@@ -151,6 +151,7 @@ with watching_own_calls(end):
 """
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("do", "words"),
     [("grow", "needed more than 0.125 GiB"), ("spin", "took longer than 1 seconds")],

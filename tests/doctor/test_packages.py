@@ -54,6 +54,7 @@ def test_openvino_and_directml_builds_conflict_as_well(site):
     assert "onnxruntime-openvino" in finding.problem
 
 
+@pytest.mark.more
 def test_build_in_another_directory_is_hidden_and_no_error(site, tmp_path, monkeypatch):
     site("onnxruntime-gpu", "1.31.1")
     image = tmp_path / "image"

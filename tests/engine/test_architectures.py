@@ -146,6 +146,7 @@ def test_a_convolutional_model_takes_dynamic_heights_and_widths(tiny_model, home
     assert engine.record.profiles == (profile,)
 
 
+@pytest.mark.more
 def test_a_merged_decoder_is_refused_with_the_remedy(tiny_model, home, tmp_path):
     from enginery.core.errors import ProviderError
 

@@ -60,6 +60,7 @@ def test_missing_weights_are_refused_by_dynamo_too(changed, home):
         export_model(str(path), exporter="dynamo")
 
 
+@pytest.mark.more
 def test_head_of_another_task_is_a_note(tiny_model, home):
     source = tiny_model("bert", "text-classification")
     artifact = export_model(str(source), task="feature-extraction")

@@ -65,6 +65,7 @@ def test_own_code_does_not_run_without_consent(bert, marker, exporter):
     assert not marker.exists()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("exporter", ["optimum", pytest.param("dynamo", marks=pytest.mark.more)])
 def test_code_beside_a_type_of_transformers_is_not_used(bert, marker, exporter):
     """Many published models have both; transformers' own class is sufficient and safe."""

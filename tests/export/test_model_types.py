@@ -140,6 +140,7 @@ def test_texts_do_not_depend_on_their_batch_where_padding_counts(exported_type, 
     assert len({found.tokens for found in alone}) > 1
 
 
+@pytest.mark.more
 def test_one_of_several_texts_is_chosen_in_each_row(exported_type):
     artifact = exported_type("bert", "multiple-choice")
     assert dims(artifact)["input_ids"] == ("batch", "num_choices", "sequence")

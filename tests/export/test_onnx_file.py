@@ -69,6 +69,7 @@ def test_random_numbers_in_a_branch_are_noted(tmp_path, is_drawn):
     assert ("mine.onnx draws random numbers (RandomUniformLike)" in notes) == is_drawn
 
 
+@pytest.mark.more
 def test_external_data_comes_along_and_is_part_of_the_source(tmp_path):
     path = linear(tmp_path / "mine.onnx", external="weights.bin")
     artifact = export_model(str(path))

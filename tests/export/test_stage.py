@@ -396,6 +396,7 @@ def test_models_own_code_runs_once_it_is_trusted(tmp_path, monkeypatch):
     assert validate_model(artifact, trust_remote_code=True).passed
 
 
+@pytest.mark.more
 def test_model_of_transformers_5_gives_that_versions_logits(tmp_path):
     case = json.loads(ANSWERS.read_text(encoding="utf-8"))["cases"]["llama llama3"]
     source = tmp_path / "source"

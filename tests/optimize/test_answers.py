@@ -83,6 +83,7 @@ def test_scores_are_computed_in_the_graph(for_cuda, exported, monkeypatch):
                 assert mine.score == pytest.approx(theirs.score, abs=2e-2)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("task", ["token-classification", "question-answering"])
 def test_other_tasks_keep_their_outputs(for_cuda, exported, task):
     before = exported("bert", task).manifest.graphs[0].outputs

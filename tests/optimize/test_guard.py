@@ -175,6 +175,7 @@ def test_different_shapes_are_an_infinite_error():
     assert relative_error(np.ones(3), np.ones(2)) == np.inf
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("text", "weights", "why"),
     [

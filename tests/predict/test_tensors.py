@@ -133,6 +133,7 @@ def text_file(folder):
     return folder / "lines.txt"
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("write", "problem"),
     [

@@ -410,6 +410,7 @@ def test_weights_of_every_precision_are_a_group_of_their_own(embedder, tmp_path)
     }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("external", [False, True])
 @pytest.mark.parametrize("mode", ["mean_tokens", "cls_token"])
 def test_graph_pools_as_the_modules_say(embedder, tmp_path, mode, external):

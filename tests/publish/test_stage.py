@@ -78,6 +78,7 @@ def test_client_library_is_imported_only_for_its_address(monkeypatch):
 # Both ways
 
 
+@pytest.mark.more
 def test_pulled_model_has_the_same_results(exported, copied, tmp_path):
     from enginery import load_model, validate_model
 

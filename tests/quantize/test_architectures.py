@@ -98,6 +98,7 @@ def test_per_tensor_weights_are_multiplied_in_int8(
     assert all(len(tensor.dims) == 0 for tensor in scales)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("capability", ["8.9", pytest.param("12.0", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "per_channel",

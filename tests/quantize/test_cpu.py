@@ -78,6 +78,7 @@ def test_add_and_layer_normalization_are_not_fused(tiny, quantized, tmp_path):
     assert not found["SkipLayerNormalization"]
 
 
+@pytest.mark.more
 def test_the_artifact_is_validated_with_its_weights(tiny, quantized):
     made = quantized(tiny("bert", "feature-extraction"), target="cpu", min_cosine=0.99)
     report = validate_model(made, effort="quick")
@@ -116,6 +117,7 @@ def test_embedding_tables_are_quantized_and_validated(tiny, quantized, small_tab
     assert "100 % of" in report.summary
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("part", ["scale", pytest.param("quantized", marks=pytest.mark.more)])
 def test_a_changed_row_of_an_embedding_table_is_found(part, tiny, quantized, small_tables):
     made = quantized(tiny("bert", "feature-extraction"), target="cpu", min_cosine=0.99)
@@ -180,6 +182,7 @@ def test_what_lies_between_convolutions_stays_if_the_budget_needs_it(tiny, quant
     assert ranges["beyond_layers"] is False
 
 
+@pytest.mark.more
 def test_a_convolutional_artifact_is_validated(tiny, quantized):
     made = quantized(tiny(*RESNET), IMAGES, target="cpu", min_cosine=0.99)
     report = validate_model(made, effort="quick")

@@ -63,6 +63,7 @@ def test_fp32_residual_has_no_fp16(tiny, quantized):
     assert made.manifest.describe_precision() == "int8, fp32 elsewhere"
 
 
+@pytest.mark.more
 def test_the_engine_is_built_and_read_back(tiny, quantized):
     made = quantized(tiny(*BERT), capability=("8.9",))
     report = report_of(made)

@@ -109,6 +109,7 @@ def test_stages_take_the_artifact_that_they_name_and_leave_copies(write, tmp_pat
     assert not any(worked(run_recipe(path))[name] for name in ("optimize", "quantize", "publish"))
 
 
+@pytest.mark.more
 def test_copy_of_an_artifact_that_failed_is_marked_as_failed(write, tmp_path, monkeypatch):
     monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))  # others use the store's artifact
     path = write(

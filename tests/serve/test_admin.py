@@ -18,6 +18,7 @@ from tests.tolerances import SCORES
 KEY = {"x-api-key": "one"}
 
 
+@pytest.mark.more
 def test_health_has_each_models_state_provider_and_precision(running):
     found = running("GET", "/health")
     assert (found.status, found.json["status"]) == (200, "ready")

@@ -40,6 +40,7 @@ def test_it_answers_and_ends_with_0(start, restart, number):
     assert said.splitlines()[-2:] == ["draining", "closed"]
 
 
+@pytest.mark.more
 def test_it_answers_before_the_models_are_loaded(start):
     server = start(load_seconds=1.0)
     assert server.get("ready").status_code == 503
@@ -47,6 +48,7 @@ def test_it_answers_before_the_models_are_loaded(start):
     assert server.end()[0] == 0
 
 
+@pytest.mark.more
 @MODES
 def test_sigterm_while_loading_ends_with_0(start, restart):
     server = start(load_seconds=600, config={"restart": restart})
@@ -54,6 +56,7 @@ def test_sigterm_while_loading_ends_with_0(start, restart):
     assert server.end()[0] == 0
 
 
+@pytest.mark.more
 @MODES
 def test_sigterm_while_the_process_starts_ends_with_0(start, restart):
     status, said = start(config={"restart": restart}).end()

@@ -52,6 +52,7 @@ def test_killed_worker_is_replaced_and_answers_within_seconds(start, spawn):
     assert server.end()[0] == 0
 
 
+@pytest.mark.more
 def test_crash_within_a_request_is_named_and_others_are_served(start):
     server = start().ready()
     with suppress(ConnectionError):
@@ -118,6 +119,7 @@ def test_two_processes_answer_and_reload_together(start):
     assert all(map(gone, pids))
 
 
+@pytest.mark.more
 def test_metrics_of_two_processes_are_one(start):
     server = start(config={"processes": 2}, metrics=True).ready()
     before = answered(server)

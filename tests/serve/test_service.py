@@ -187,6 +187,7 @@ def test_the_parent_imports_nothing_heavy(exported):
     }
 
 
+@pytest.mark.more
 def test_sighup_reloads_the_artifact_without_losing_requests(exported, tmp_path):
     first, second = (exported("bert", "feature-extraction", opset=opset) for opset in (20, 19))
     place = tmp_path / "served"
@@ -229,6 +230,7 @@ def test_failed_reload_is_logged_once_as_an_error(tiny_paths, tmp_path):
         assert server.client.post("/embed", json={"inputs": "a"}, headers=key).status_code == 200
 
 
+@pytest.mark.more
 def test_failed_validation_is_a_warning_and_missing_one_is_logged(tiny_paths, tmp_path):
     paths = tiny_paths("vectors", "mood")
     shutil.copytree(paths["vectors"], tmp_path / "bad")

@@ -157,6 +157,7 @@ def test_pytorchs_own_error_on_confirmed_inputs_counts(scan, tmp_path, noise, pa
     assert all(case.passed == passes for case in results)
 
 
+@pytest.mark.more
 def test_wrong_last_row_fails(exported, copied):
     """Only batches of more than 20 rows have it, which no other case has."""
 

@@ -86,6 +86,7 @@ def test_nan_fails(compared):
     assert "cosine nan" in compared(broken[:1], tokens()[:1]).problem
 
 
+@pytest.mark.more
 def test_unsupported_module_is_noted_and_fails_where_the_source_has_none(exported, copied):
     from enginery import validate_model
     from tests.validate.faults import edits as faults

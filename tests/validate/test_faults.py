@@ -52,6 +52,7 @@ def test_one_changed_element_of_one_weight(verdict, model, edit):
     assert "largest error" in report.summary
 
 
+@pytest.mark.more
 def test_swapped_outputs(verdict):
     edit = faults.swap_outputs("start_logits", "end_logits")
     report = verdict(("bert", "question-answering"), edit)
@@ -69,6 +70,7 @@ def test_batch_folded_to_a_constant_that_small_inputs_happen_to_have(verdict):
     assert "the graph fails but PyTorch does not" in report.summary
 
 
+@pytest.mark.more
 def test_batch_folded_to_one(verdict):
     report = verdict(TEXT, faults.first_row("logits"))
     assert "one" not in cases_that_fail(report)
@@ -76,6 +78,7 @@ def test_batch_folded_to_one(verdict):
     assert "shape (1, 3), expected" in report.summary
 
 
+@pytest.mark.more
 def test_ignored_attention_mask_fails_only_on_padded_inputs(verdict):
     report = verdict(TEXT, faults.ignore_mask)
     failed = {
@@ -101,6 +104,7 @@ def test_ignored_attention_mask_of_a_decoder(verdict):
     assert all("prompts of 1–" in name for name in prompts), "only prompts with padding"
 
 
+@pytest.mark.more
 def test_nan_weight(verdict):
     report = verdict(TEXT, faults.put_nan)
     assert "elements are NaN or infinite on one side only" in report.summary
@@ -152,6 +156,7 @@ def test_half_precision_in_the_middle_passes_with_loose_limits(verdict):
     }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("value", [0.5, pytest.param(0.0, marks=pytest.mark.more)])
 def test_output_replaced_by_a_constant(verdict, value):
     report = verdict(TEXT, faults.replaced_by_constant("logits", value))
@@ -161,6 +166,7 @@ def test_output_replaced_by_a_constant(verdict, value):
     assert not any(case.passed for case in answers)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("factor", [1.001, pytest.param(-1.0, marks=pytest.mark.more)])
 def test_output_scaled(verdict, factor):
     assert not verdict(TEXT, faults.scale("logits", factor)).passed

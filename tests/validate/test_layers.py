@@ -183,6 +183,7 @@ def test_own_data_are_held_against_the_held_out_rows(int8, planted, tmp_path):
     assert LAYER in failed(planted(scaled(8), **options))
 
 
+@pytest.mark.more
 def test_users_own_limit_replaces_those_of_the_layers(planted):
     assert planted(lambda g: None, min_cosine=0.5).layers is None
 

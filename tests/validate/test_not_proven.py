@@ -54,6 +54,7 @@ def test_loose_limit_that_a_constant_would_meet_proves_nothing(exported, copied)
     assert report.summary.startswith("not proven: model.onnx, logits")
 
 
+@pytest.mark.more
 def test_limit_of_zero_is_not_met_by_a_constant(exported, copied):
     report = validate_model(copied(exported(*TEXT)), max_abs_error=0)
     assert not report.passed

@@ -108,6 +108,7 @@ def convolutional(tmp_path_factory):
 # Verdicts
 
 
+@pytest.mark.more
 def test_imported_artifact_and_what_is_made_of_it_pass_without_pytorch(made, monkeypatch):
     monkeypatch.setattr("enginery.validate.reference.TorchReference", None)
     report = validate_model(made)
@@ -229,6 +230,7 @@ def test_convolutions_have_a_noise_floor_and_pass_folded(tmp_path):
     assert all(1e-4 < ratio < 1e-2 for ratio in relative_floors(report))
 
 
+@pytest.mark.more
 def test_fp16_file_is_computed_in_fp32(tmp_path):
     path = convolution(tmp_path / "half.onnx", dtype=np.float16)
     artifact = export_model(str(path))
@@ -249,6 +251,7 @@ def test_fp16_file_is_computed_in_fp32(tmp_path):
 # The file
 
 
+@pytest.mark.more
 def test_file_that_has_changed_or_is_gone_is_an_error(tmp_path):
     path = convolution(tmp_path / "conv.onnx")
     artifact = export_model(str(path), out=tmp_path / "artifact")
@@ -274,6 +277,7 @@ def test_file_inside_the_artifact_is_no_reference(imported, copied):
         validate_model(forged)
 
 
+@pytest.mark.more
 def test_other_file_can_be_the_reference_if_it_takes_the_same_inputs(
     imported, convolutional, copied, tmp_path
 ):
@@ -285,6 +289,7 @@ def test_other_file_can_be_the_reference_if_it_takes_the_same_inputs(
     assert "outputs differ from the reference file" in report.summary
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("opset", ["auto", pytest.param(21, marks=pytest.mark.more)])
 def test_the_reference_is_the_file_with_its_own_names_of_dims(tmp_path, opset):
     """The import has other dims than its file, and a converted graph other operators."""
@@ -343,6 +348,7 @@ def test_arrays_that_do_not_fit_are_errors(convolutional, tmp_path, arrays, mess
         validate_model(convolutional, data=str(tmp_path / "inputs.npz"))
 
 
+@pytest.mark.more
 def test_integers_keep_their_values(imported, copied, tmp_path):
     artifact = copied(imported)
     ids = np.full((2, 5), 7.5)

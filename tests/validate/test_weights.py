@@ -199,6 +199,7 @@ def test_cast_weights_are_the_nearest_numbers(bert, damaged, tmp_path, precision
     assert "element [411, 7] is" in difference.problem
 
 
+@pytest.mark.more
 def test_fused_attention(bert, damaged, tmp_path):
     artifact = optimize_model(bert, target="cuda", precision="fp32", out=tmp_path / "fused")
     found = compare(artifact)
@@ -220,6 +221,7 @@ def test_fused_attention_of_another_layer(bert, damaged, tmp_path):
     assert difference.problem.endswith("of bert.encoder.layer.1.attention.self.query.weight")
 
 
+@pytest.mark.more
 def test_quantized_weights_biases_and_scales_are_sound(int8):
     found = compare(int8)
     assert (found.differences, found.untraced) == ([], [])
@@ -332,6 +334,7 @@ def test_exporter_of_torch(exported):
     assert found.compared > 0.99 * found.elements
 
 
+@pytest.mark.more
 def test_verdict_names_parameter_and_row(bert, copied):
     edit = change(WORDS, set_row(599, lambda a: a[598]))
     report = validate_model(faults.break_graph(copied(bert), edit))

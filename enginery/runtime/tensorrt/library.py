@@ -28,7 +28,9 @@ from enginery.runtime.tensorrt.options import CLASSIC, RTX, Flavor
 
 _CAPABILITY = re.compile(r"^SM(?P<major>\d+)(?P<minor>\d)$")
 _VERSION = re.compile(r"^__version__\s*=\s*['\"]([\w.]+)['\"]", re.MULTILINE)
-_MAX_MESSAGES, _MAX_CHARACTERS = 100_000, 100_000
+_MAX_MESSAGES = 100_000
+_MAX_CHARACTERS = 1 << 24
+"""Of one message: the list of an engine's layers is one."""
 _LEVELS = ("internal error", "error", "warning", "info", "verbose")
 
 

@@ -583,6 +583,7 @@ def test_annotate_that_is_killed_leaves_a_whole_artifact(tmp_path, monkeypatch, 
     assert opened.annotate(verdict(), b"{}").failed_verdict() is None
 
 
+@pytest.mark.more
 def test_opening_while_another_process_writes_reports_finds_no_damage(tmp_path):
     artifact = reported(tmp_path)
     child = start(ANNOTATE.replace("range(5)", "range(200)"), artifact.path, "bench")

@@ -148,6 +148,7 @@ def test_quotation_mark_that_is_not_closed_has_a_bound(tmp_path, monkeypatch):
         csv.field_size_limit(limit)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("suffix", ["csv", "tsv", "jsonl", "parquet"])
 def test_fifty_thousand_columns_are_rejected_at_once(tmp_path, suffix):
     names = [f"column {index}" for index in range(50_000)]

@@ -503,6 +503,7 @@ def test_clock_that_is_ahead_does_not_keep_a_version_newest(artifact, registry, 
     assert index(registry)["latest"] == "2"
 
 
+@pytest.mark.more
 def test_waiting_writer_is_reported(artifact, registry, tmp_path):
     from filelock import FileLock
 

@@ -97,6 +97,7 @@ def test_large_file_of_an_earlier_version_is_not_uploaded_again(hub, artifact, t
     assert len(hub.repositories["org/name"].messages) == 3
 
 
+@pytest.mark.more
 def test_layout_of_the_hub_replaces_the_other_one(hub, artifact, tmp_path):
     whole = large(artifact, tmp_path / "large")
     stage.run(whole, URL, UNVALIDATED)
@@ -278,6 +279,7 @@ def test_files_uploaded_before_a_broken_connection_are_not_uploaded_again(hub, a
     assert len(hub.uploads) == 1
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("refusal", "said"),
     [

@@ -580,6 +580,7 @@ def test_missing_version_is_an_error(server, url, tmp_path):
         stage.pull(url, tmp_path / "out", UNVALIDATED)
 
 
+@pytest.mark.more
 def test_nothing_is_printed_to_standard_output(server, artifact, tmp_path, capfd):
     stage.run(altered(artifact, tmp_path / "quiet", '{"q": 1}'), "mlflow:/quiet", UNVALIDATED)
     assert capfd.readouterr().out == ""

@@ -40,6 +40,7 @@ def pipeline(task, source):
         return transformers.pipeline(task, model=str(source))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", with_more(AUDIO_KINDS, "wav2vec2"))
 def test_labels_equal_the_pipeline(tiny, kind):
     classifier = pipeline(CLASSES, tiny.source(kind, CLASSES))
@@ -60,6 +61,7 @@ def test_labels_equal_the_pipeline(tiny, kind):
     assert len({round(answer.score, 4) for answer in found}) == len(found)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", with_more(CTC_KINDS, "wav2vec2"))
 def test_texts_equal_the_pipeline(tiny, kind):
     transcriber = pipeline(SPEECH, tiny.source(kind, SPEECH))

@@ -75,6 +75,7 @@ def test_tokens_are_those_of_pytorch(tiny_model, home, kind):
         assert "".join(model.stream(TEXTS[0])) == model.generate(TEXTS[:1])[0].text
 
 
+@pytest.mark.more
 def test_no_weight_is_in_two_graphs(tiny_model, home):
     source = tiny_model("t5", "text2text-generation")
     own = export_model(str(source), task=TASK)

@@ -87,6 +87,7 @@ def _token(kind, language):
     return f"__{language}__" if kind == "m2m100" else language
 
 
+@pytest.mark.more
 def test_languages_that_are_missing_or_unknown_are_errors(translator, home):
     artifact = translator("m2m100")[2]
     with load_model(artifact) as model:

@@ -389,6 +389,7 @@ with OrtRunner(Artifact.open(sys.argv[1]), options) as runner:
 """
 
 
+@pytest.mark.more
 @pytest.mark.skipif(sys.platform != "linux", reason="other allocators keep what is freed")
 def test_a_large_batch_is_not_held_where_the_arena_shrinks(tiny):
     artifact = tiny.artifact("bert", "feature-extraction")

@@ -128,6 +128,7 @@ def test_fp32_bert_builds_and_every_product_is_counted(exported):
     assert built.seconds > 0
 
 
+@pytest.mark.more
 @needs_tensorrt
 def test_fp16_attention_is_fused(wide_bert, halved):
     built = build_plan(halved(wide_bert.model), BuildRequest([PROFILE]))

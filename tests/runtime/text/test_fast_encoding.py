@@ -37,6 +37,7 @@ def tokenizer(request, tmp_path_factory):
     return TextTokenizer.open(tiny_artifact(request.param, "feature-extraction", out).path)
 
 
+@pytest.mark.more
 def test_ids_are_those_with_offsets(tokenizer):
     draw = random.Random(0)
     texts = ["".join(draw.choices(PIECES, k=draw.choice((0, 1, 5, 40)))) for _ in range(400)]

@@ -28,6 +28,7 @@ def encoded(tokenizer, texts=SAMPLES, **languages):
     return [encoding.ids for encoding in tokenizer.encode_source(texts, **languages)]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_language_has_the_token_of_transformers(written_tokenizer, kind):
     own, other, count = MODELS[kind]

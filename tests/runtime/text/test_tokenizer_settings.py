@@ -332,6 +332,7 @@ def test_there_are_many_settings():
     assert len(SETTINGS) >= 60
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("family", OTHER_CLASSES)
 def test_a_vocabulary_of_another_class_is_transformers(save, family):
     for name in OTHER_CLASSES[family]:

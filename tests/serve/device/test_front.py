@@ -267,6 +267,7 @@ def test_request_does_not_wait_long_for_other_fronts(exported, socket, monkeypat
         asyncio.run(scenario())
 
 
+@pytest.mark.more
 def test_reload_is_done_by_the_device_and_followed_by_fronts(exported, socket, tmp_path):
     first, second = (exported("bert", "feature-extraction", opset=opset) for opset in (20, 19))
     served = tmp_path / "served"
@@ -394,6 +395,7 @@ def link(path, artifact):
     path.symlink_to(artifact.path)
 
 
+@pytest.mark.more
 def test_model_that_cannot_be_opened_keeps_its_old_one_and_others_are_replaced(
     exported, socket, tmp_path, monkeypatch, caplog
 ):
@@ -487,6 +489,7 @@ def test_new_server_is_ready_once_all_devices_are(exported, tmp_path):
     asyncio.run(scenario())
 
 
+@pytest.mark.more
 def test_replaced_model_answers_the_rest_of_a_large_request(exported, socket, tmp_path):
     first, second = (exported("bert", "feature-extraction", opset=opset) for opset in (20, 19))
 

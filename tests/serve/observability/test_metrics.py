@@ -152,6 +152,7 @@ def test_totals_are_of_routes_that_run_models(metrics):
     assert Metrics().totals({"/embed"}) == {}
 
 
+@pytest.mark.more
 def test_totals_are_of_all_worker_processes(tmp_path):
     code = (
         "from tests.serve.observability.test_metrics import *\n"

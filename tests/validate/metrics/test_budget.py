@@ -117,6 +117,7 @@ def test_correct_artifact_has_the_accuracy_that_quantize_measured(made, copied, 
     assert f"mean cosine {found.found.cosine:.4f} over 16 real inputs" in report.summary
 
 
+@pytest.mark.more
 def test_report_describes_the_rule_and_survives_json(made, tmp_path):
     artifact = made(*DISTILBERT).copy_to(tmp_path / "copy")
     report = validate_model(artifact)
@@ -331,6 +332,7 @@ def test_damaged_quantization_report_is_ignored(with_options, report):
     assert accuracy_expectation(artifact, own_data=False).cosine == pytest.approx(0.998)
 
 
+@pytest.mark.more
 def test_deeply_nested_validation_report_is_replaced(with_options):
     artifact = with_options()
     assert validate_model(artifact).passed
