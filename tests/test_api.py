@@ -208,6 +208,7 @@ def test_unknown_option_of_either_stage_names_the_nearest(model, tmp_path):
 # Options
 
 
+@pytest.mark.more
 def test_config_and_keywords_are_the_same_options(model):
     listener = Listener()
     by_keywords = export_model(model, task="text-classification", opset=18)

@@ -260,6 +260,7 @@ def test_ranges_count_by_content(exported, tmp_path):
     assert [c.partition(":")[0] for c in key(there).changes(before.fields)] == ["ranges"]
 
 
+@pytest.mark.more
 def test_data_at_another_place_give_the_stored_artifact(exported, tmp_path, monkeypatch):
     monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))
     options = {"target": "cpu", "precision": "fp32"}

@@ -323,6 +323,7 @@ def test_export_prints_its_manifest_as_json(cli, tiny, exported):
     assert said == made.manifest.model_dump(mode="json")
 
 
+@pytest.mark.more
 def test_validate_prints_every_case_as_json(cli, artifact):
     status, out, _ = cli("validate", artifact, "--json")
     said = json.loads(out)
@@ -695,6 +696,7 @@ def test_builtin_sentences_wear_the_models_own_mask(cli, tiny_model):
     assert all(len(answer["masks"]) == 1 for answer in answers)
 
 
+@pytest.mark.more
 def test_questions_are_skipped_with_a_line_and_refused_when_asked(cli, tiny_model):
     words = (
         "run",
@@ -1064,6 +1066,7 @@ def test_run_of_a_quantized_artifact_shows_the_cosines_that_were_needed(cli, tin
         assert 0.5 <= least <= cosine <= 1
 
 
+@pytest.mark.more
 def test_export_shows_what_of_the_config_was_translated(cli, tiny_model, tmp_path):
     source = tmp_path / "model"
     shutil.copytree(tiny_model("bert", "feature-extraction"), source)

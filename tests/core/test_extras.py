@@ -199,6 +199,7 @@ def imported_modules():
     return {name for name in names if name.partition(".")[0] not in sys.stdlib_module_names}
 
 
+@pytest.mark.more
 def test_every_imported_module_is_known_by_the_package_that_installs_it():
     own = {extras._normalized(requirement.name) for _, requirement in own_requirements()}
     providers = metadata.packages_distributions()

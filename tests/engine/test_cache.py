@@ -198,6 +198,7 @@ def test_engines_are_not_compared_by_the_bytes_of_their_plans(tmp_path):
 # What is damaged or dies half-way
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("file", ["model.plan", "layers.json", "engine.json"])
 def test_damaged_engine_is_rebuilt(tmp_path, file):
     artifact, said = product(tmp_path / "a"), Said()

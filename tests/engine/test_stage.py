@@ -406,6 +406,7 @@ def test_partitions_do_not_help_if_no_graph_is_supported(tmp_path, own_home, bui
 # Profiles from data
 
 
+@pytest.mark.more
 def test_profiles_from_data_are_reported_with_their_padding(exported, built, tmp_path):
     source = exported("bert", "text-classification")
     data = tmp_path / "texts.csv"

@@ -40,6 +40,7 @@ def test_adapter_is_refused_unless_it_may_be_left_out(changed, home, exporter):
     )
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "model."])
 def test_names_with_a_prefix_are_shown(changed, home, prefix):
     path = changed(lambda tensors: {prefix + name: value for name, value in tensors.items()})

@@ -240,6 +240,7 @@ def test_an_artifact_grants_no_trust_to_its_own_source(own_code, marker):
     assert marker.exists()
 
 
+@pytest.mark.more
 def test_an_artifact_grants_nothing_to_pickled_weights(bert, marker):
     import torch
     from safetensors.torch import load_file

@@ -237,6 +237,7 @@ def test_dims_can_be_chosen_and_fixed(tmp_path):
     assert artifact.manifest.graphs[0].outputs[0].dims == ("images", 4, 48, "columns")
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("dims", "message"),
     [
@@ -306,6 +307,7 @@ def test_an_import_keeps_the_opset_of_the_file(tmp_path):
     assert "opset" not in stage.changed_options
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("external", ["", "weights.bin"])
 def test_a_later_opset_converts_the_file(tmp_path, external):
     path = softmax(tmp_path / "mine.onnx")
@@ -343,6 +345,7 @@ def test_the_opset_that_the_file_has_may_be_named(tmp_path):
     assert with_opset(source, config) == config
 
 
+@pytest.mark.more
 def test_a_conversion_that_cannot_be_checked_is_an_error(tmp_path):
     """The file takes rows of 4 only, but does not say so."""
     path = linear(tmp_path / "mine.onnx", dims=("batch", "columns"))
@@ -650,6 +653,7 @@ def test_a_resized_imports_sizes_are_those_of_its_images(tmp_path):
     assert (limits.sizes["height"], limits.sizes["width"]) == (32, 64)
 
 
+@pytest.mark.more
 def test_imported_graphs_are_validated_and_quantized_on_images(tmp_path, photo):
     artifact = export_model(detector(tmp_path / "m.onnx"), resize="32")
     report = validate_model(artifact, data=str(photo[0]), effort="quick")

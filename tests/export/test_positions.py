@@ -100,6 +100,7 @@ def test_longer_texts_are_refused_and_not_cut(phi3):
         assert cut.labels
 
 
+@pytest.mark.more
 def test_tensors_that_are_too_long_are_refused(phi3):
     task = Tensors.open(phi3, phi3.manifest.graphs[0])
     arrays = {

@@ -57,6 +57,7 @@ def test_task_is_inferred_from_the_models_class(tiny_model):
     assert "task text-classification" in artifact.manifest.stages[0].notes
 
 
+@pytest.mark.more
 def test_generation_keeps_its_past_when_the_task_is_inferred(tiny_model):
     artifact = export_model(str(tiny_model("gpt2", "text-generation")))
     assert artifact.manifest.task == "text-generation-with-past"

@@ -268,6 +268,7 @@ def marian_model(slow_tokenizer, tmp_path_factory):
     return directory
 
 
+@pytest.mark.more
 def test_exported_marian_has_its_tokenizer(marian_model, home):
     artifact = export_model(str(marian_model), task="text2text-generation")
     assert {"tokenizer.json", "source.spm", "target.spm"} < artifact.manifest.files.keys()

@@ -46,6 +46,7 @@ def add_token(directory, content, *, in_tokenizer, **roles):
         file.write_text(json.dumps(document))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("in_tokenizer", [True, False])
 def test_padding_token_beyond_the_table_is_refused(tokenizer, in_tokenizer):
     """As a fine-tuned decoder has it, to which a padding token was added afterwards."""

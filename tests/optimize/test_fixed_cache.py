@@ -113,6 +113,7 @@ def test_weights_are_stored_once(optimized, monkeypatch, tmp_path):
     assert len(list((tmp_path / "registry").rglob("*.onnx_data"))) == len(names) == 1
 
 
+@pytest.mark.more
 def test_a_graph_with_other_logits_is_left_out(optimized, monkeypatch):
     def wrong(facts, **options):
         fixed = fix_cache(facts, **options)

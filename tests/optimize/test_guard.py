@@ -52,6 +52,7 @@ def test_same_output_passes_in_fp32(large_output, tmp_path):
     assert [island["node"] for island in record(artifact)["islands"]] == ["mul_1"]
 
 
+@pytest.mark.more
 def test_command_line_exits_with_1_and_names_the_node(large_output, tmp_path, capsys):
     out = tmp_path / "out"
     command = ["optimize", str(large_output.path), "--io-dtype", "same", "--out", str(out)]
@@ -86,6 +87,7 @@ def kept(artifact):
     return {island["node"] for island in record(artifact)["islands"]}
 
 
+@pytest.mark.more
 def test_ranges_of_arrays_keep_nodes_in_fp32_that_generated_numbers_do_not(tmp_path):
     source = squares(tmp_path / "squares.onnx")
     generated = stage.run(source, OptimizeConfig(), tmp_path / "generated")

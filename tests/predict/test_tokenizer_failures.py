@@ -42,6 +42,7 @@ def test_only_the_row_that_cannot_be_tokenized_is_bad(tiny, predict, rows, tmp_p
     assert [row["label"] for row in answered] == labels * 2
 
 
+@pytest.mark.more
 def test_question_or_context_that_cannot_be_tokenized_is_named(tiny, predict, rows, tmp_path):
     reader = spoiled_copy(tiny("bert", "question-answering"), tmp_path / "reader", "panics")
     pairs = [("is the pump warm", "the pump is warm"), (PANIC, "warm"), ("warm", f"the {PANIC}")]

@@ -54,6 +54,7 @@ def test_every_quantized_layer_is_multiplied_in_int8(tiny, quantized, tmp_path):
     assert not found["DequantizeLinear"]
 
 
+@pytest.mark.more
 def test_a_one_sided_activation_uses_all_of_uint8(tiny, quantized, tmp_path):
     source = tiny(*BERT)
     made = quantized(source, out=tmp_path / "cpu", target="cpu", shift=False)

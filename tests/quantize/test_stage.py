@@ -195,6 +195,7 @@ def test_nothing_is_saved_where_the_parser_refuses(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.more
 def test_nodes_that_overflow_in_fp16_stay_fp32(tiny, quantized, monkeypatch):
     name = "/bert/encoder/layer.1/output/LayerNorm/LayerNormalization"
     found = Fp32Node(name, "LayerNormalization", "t", 7e4, 1.0, "its output reaches 7e+04")

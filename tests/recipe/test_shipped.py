@@ -49,6 +49,7 @@ def test_every_recipe_is_run_here():
     assert written <= tested
 
 
+@pytest.mark.more
 def test_minilm_runs(run, tiny_model):
     model = str(tiny_model("bert", "feature-extraction"))
     artifact, said = run("minilm", "--model", model, "--task", "feature-extraction")

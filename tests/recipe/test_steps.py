@@ -221,6 +221,7 @@ def test_rows_without_an_answer_end_the_run_with_3_as_the_command_does(write, cl
     assert predicted["result"]["counts"]["bad_rows"] == 1
 
 
+@pytest.mark.more
 def test_publish_makes_a_version_once(write, tmp_path):
     path = write("validate: {rows: 4}", "publish: {url: registry, name: mine, version: 1.2.0}")
     first = run_recipe(path)
@@ -231,6 +232,7 @@ def test_publish_makes_a_version_once(write, tmp_path):
     assert (again.stages[2].output.is_new, again.stages[2].worked) == (False, False)
 
 
+@pytest.mark.more
 def test_publish_refuses_what_failed_also_where_the_run_goes_on(write, tmp_path, monkeypatch):
     monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))  # the verdict is not for others
     path = write("validate: {max_abs_error: 1e-12}", "publish: {url: registry}")

@@ -59,6 +59,7 @@ def test_each_word_has_a_box_of_its_own():
     assert (boxes[1:, 1] > boxes[:-1, 3])[~on_a_line].all()
 
 
+@pytest.mark.more
 def test_tokens_of_one_word_share_its_box(artifacts):
     (batch,) = builtin_batches(artifacts("layoutlm"), artifacts("layoutlm").manifest.graphs[0])
     feeds = batch.load()

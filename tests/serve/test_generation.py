@@ -846,6 +846,7 @@ def test_models_own_length_is_cut_to_the_servers_limit(artifacts):
         server.close()
 
 
+@pytest.mark.more
 def test_step_that_hangs_makes_the_model_stuck(artifacts, monkeypatch):
     config = ServeConfig(access_log="off", stuck_after=0.2)
     server = Running({"writer": artifacts["writer"]}, config)

@@ -108,6 +108,7 @@ def test_readiness_ends_at_once_and_connections_are_accepted_for_the_drain_delay
         server.raw()
 
 
+@pytest.mark.more
 @MODES
 def test_waiting_connections_are_answered(start, restart):
     server = start(config={"restart": restart}).ready()

@@ -30,6 +30,7 @@ def test_fp32_graph_declared_as_quantized_is_rejected(exported, copied):
         validate_model(artifact.path)
 
 
+@pytest.mark.more
 def test_rest_of_a_quantized_graph_that_is_declared_too_coarse(exported, copied):
     """The tolerance of the graph without quantization follows from it."""
     from enginery import quantize_model

@@ -140,6 +140,7 @@ def test_wrong_dtype_in_graph_and_manifest(verdict, exported):
     assert set(problems(report)) == {"dtype float64, expected float32"}
 
 
+@pytest.mark.more
 def test_half_precision_in_the_middle_fails_at_fp32(verdict):
     report = verdict(FEATURES, faults.through_fp16)
     assert not report.passed
@@ -147,6 +148,7 @@ def test_half_precision_in_the_middle_fails_at_fp32(verdict):
     assert 10 * worst.limit < worst.max_abs < 0.1
 
 
+@pytest.mark.more
 def test_half_precision_in_the_middle_passes_with_loose_limits(verdict):
     loose = {"max_abs_error": 0.1, "min_cosine": 0.999}
     report = verdict(FEATURES, faults.through_fp16, options=loose)

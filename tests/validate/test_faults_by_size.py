@@ -214,6 +214,7 @@ def test_fault_beyond_the_usual_sizes_fails(sound, tmp_path, name):
     assert "decision at batch" in report.summary or "padded to" in report.summary
 
 
+@pytest.mark.more
 def test_ids_that_are_replaced_fail(sound, tmp_path):
     broken = plant(sound("bert", "fp32"), IDS["one id replaced"], "model.onnx", tmp_path / "broken")
     report = validate_model(broken, effort="quick")

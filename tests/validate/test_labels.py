@@ -41,6 +41,7 @@ def labelled(classifier, tmp_path):
     return write_rows(tmp_path / "rows.csv", zip(texts, labels, strict=True))
 
 
+@pytest.mark.more
 def test_accuracy_of_both_is_reported(classifier, labelled):
     report = validate_model(classifier, data=labelled, label_column="label")
     assert report.passed, report.summary
@@ -68,6 +69,7 @@ def test_rows_keep_their_labels_when_they_are_sampled(classifier, labelled):
     assert [(each.right, each.rows) for each in report.labels.accuracies] == [(right, 7)] * 2
 
 
+@pytest.mark.more
 def test_lost_accuracy_is_counted_and_does_not_decide(classifier, labelled):
     """The worst class always wins."""
     faults.break_graph(classifier, faults.scale("logits", -1))

@@ -49,6 +49,7 @@ def test_small_outputs_with_relative_accuracy_pass(tmp_path):
     assert validate_model(artifact).passed
 
 
+@pytest.mark.more
 def test_loose_limit_that_a_constant_would_meet_proves_nothing(exported, copied):
     report = validate_model(copied(exported(*TEXT)), max_abs_error=1e3, min_cosine=-1)
     assert report.summary.startswith("not proven: model.onnx, logits")

@@ -70,6 +70,7 @@ def compare(artifact, tmp_path):
     return module.compare_side_files(Reference.of(artifact, ValidateConfig()), tmp_path)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("model", MODELS)
 def test_own_files_are_all_compared(artifact, tmp_path, model):
     metrics = compare(artifact(model), tmp_path)

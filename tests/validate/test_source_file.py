@@ -394,6 +394,7 @@ def recurrent(path):
     return path
 
 
+@pytest.mark.more
 def test_arrays_prove_what_generated_inputs_cannot(tmp_path):
     """The file rejects short inputs; the state's first dim is not the batch."""
     artifact = export_model(str(recurrent(tmp_path / "recurrent.onnx")))

@@ -47,6 +47,7 @@ def test_every_graph_has_to_be_compared_on_an_input():
     assert not _all_passed([])
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("model", "sweep", "real"),
     [
@@ -245,6 +246,7 @@ def test_size_of_the_sweep_that_pytorch_rejects_is_skipped_and_listed(exported, 
 # Real inputs
 
 
+@pytest.mark.more
 def test_column_of_a_file_is_compared_in_batches(exported, copied, tmp_path):
     lines = "".join(f'{{"review": "pump {"again " * (i % 5)}{i}"}}\n' for i in range(40))
     (tmp_path / "a.jsonl").write_text(lines)
@@ -299,6 +301,7 @@ def test_data_that_cannot_be_used_are_an_error(exported, copied, tmp_path):
         validate_model(audio, data=str(tmp_path / "none.csv"))
 
 
+@pytest.mark.more
 def test_damaged_tokenizer_is_noted_and_answers_nothing(exported, copied):
     artifact = copied(exported(*TEXT))
     (artifact.path / "tokenizer.json").write_text("{}")
@@ -369,6 +372,7 @@ def test_verdict_from_elsewhere_is_not_trusted(exported, copied, tmp_path, monke
     assert "from another machine" in said
 
 
+@pytest.mark.more
 def test_report_on_disk_is_the_one_returned(exported, copied):
     artifact = copied(exported(*TEXT))
     report = validate_model(artifact)

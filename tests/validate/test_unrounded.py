@@ -241,6 +241,7 @@ def factor(number):
     return edit
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("edit", [factor(1.002), pytest.param(through_bf16, marks=MORE)])
 def test_fault_that_fp16_would_hide(low, copied, edit):
     def change(model):

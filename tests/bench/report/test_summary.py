@@ -111,6 +111,7 @@ def test_what_was_not_measured_is_said_with_the_command():
     assert summarize(None, None, busy).measures[2].notes[-1] == "The machine was busy."
 
 
+@pytest.mark.more
 def test_artifact_is_summarized_from_its_manifest_and_validation(exported, copied):
     from enginery import validate_model
 

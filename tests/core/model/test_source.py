@@ -325,6 +325,7 @@ def test_a_hub_model_is_downloaded_at_one_commit_even_when_main_moves(hub):
     assert hub.tokens == {f"Bearer {TOKEN}"}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("model", "options"), [("org/name@v1", {}), ("org/name", {"revision": "v1"})]
 )
@@ -334,6 +335,7 @@ def test_a_hub_revision_is_named_in_either_way(hub, model, options):
     assert (found["id"], found["revision"]) == ("org/name", COMMIT)
 
 
+@pytest.mark.more
 def test_a_hub_model_with_pickled_weights_is_rejected_before_the_download(hub):
     hub.files["pytorch_model.bin"] = hub.files.pop("model.safetensors")
     found = resolve("org/name")

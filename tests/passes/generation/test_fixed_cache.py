@@ -153,6 +153,7 @@ def test_tokens_are_those_of_the_decoder(decoder, tmp_path, kind, grouped):
     )
 
 
+@pytest.mark.more
 def test_tokens_are_those_of_generate(decoder, tmp_path):
     from transformers import AutoTokenizer
 

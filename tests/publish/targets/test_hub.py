@@ -59,6 +59,7 @@ def test_invalid_address_is_an_error(url):
         HubRegistry(url, UNVALIDATED)
 
 
+@pytest.mark.more
 def test_pulled_package_equals_the_published_one(hub, artifact, tmp_path):
     whole = large(artifact, tmp_path / "large")
     heard = Heard()
@@ -173,6 +174,7 @@ def test_branch_of_the_address_is_created(hub, artifact, tmp_path):
     stage.pull(f"{URL}@fp16", tmp_path / "out", UNVALIDATED)
 
 
+@pytest.mark.more
 def test_version_is_a_tag_and_never_gets_other_content(hub, artifact, tmp_path):
     named = replace(UNVALIDATED, version="1.0", alias="production")
     published = stage.run(artifact, URL, named)
@@ -205,6 +207,7 @@ def test_alias_never_moves_a_version(hub, artifact, tmp_path):
     assert repository.branches["main"] == first, "nothing was committed"
 
 
+@pytest.mark.more
 def test_published_content_can_become_a_version(hub, artifact, tmp_path):
     first = stage.run(artifact, URL, replace(UNVALIDATED, alias="production"))
     second = stage.run(artifact, URL, replace(UNVALIDATED, version="1.0"))

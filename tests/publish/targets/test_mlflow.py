@@ -402,6 +402,7 @@ def test_same_content_is_one_version(server, artifact):
     assert client(server).get_model_version_by_alias("once", "production").version == "1"
 
 
+@pytest.mark.more
 def test_pulled_package_equals_the_published_one(server, artifact, tmp_path):
     whole = large(artifact, tmp_path / "large")
     heard = Heard()

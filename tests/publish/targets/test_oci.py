@@ -101,6 +101,7 @@ def test_same_content_is_published_once(registry, artifact):
     assert first.url == second.url
 
 
+@pytest.mark.more
 def test_layout_of_the_hub_is_published_once_and_pulled_as_it_was(registry, artifact, tmp_path):
     host, _ = registry
     url, hub = f"oci://{host}/org/hub:1", replace(UNVALIDATED, layout="hub")
@@ -342,6 +343,7 @@ def test_layer_downloaded_by_a_killed_pull_is_not_requested_again(
     assert pulled.content_sha256() == artifact.content_sha256()
 
 
+@pytest.mark.more
 def test_killed_publish_is_resumed(registry, artifact, tmp_path, home):
     host, _ = registry
     whole = large(artifact, tmp_path / "l", seed=5)

@@ -176,6 +176,7 @@ def test_digest_with_a_path_reaches_no_file(tmp_path):
     assert victim.read_bytes() == b"precious"
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("first", [{}, {"digest": "../../x", "size": 1}, "x", {"size": 1}])
 def test_index_without_a_digest_is_an_error(tmp_path, first):
     pytest.importorskip("oras", reason="pip install 'enginery[oci]'")

@@ -37,6 +37,7 @@ def report_of(artifact):
     return json.loads((artifact.path / stage.REPORT).read_bytes())
 
 
+@pytest.mark.more
 def test_each_text_is_the_first_step_and_a_later_one(translator):
     texts = TEXTS[:6]
     data = CalibrationData("texts", texts, (), "", "")

@@ -63,6 +63,7 @@ def reference(source, texts, **options):
     return tokens, scores
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "kind",
     [
@@ -103,6 +104,7 @@ def test_text_is_decoded_without_prompt_and_special_tokens(decoder):
     assert found.text == tokenizer.decode(found.tokens, skip_special_tokens=True)
 
 
+@pytest.mark.more
 def test_pieces_of_a_stream_are_the_text(decoder):
     _, artifact = decoder("qwen3")
     with load_model(artifact) as model:

@@ -33,6 +33,7 @@ def translator(slow_tokenizer, tmp_path_factory):
     return make
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "kind",
     [

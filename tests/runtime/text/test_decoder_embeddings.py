@@ -46,6 +46,7 @@ def reference_vectors(source, texts):
     return np.stack([state / np.linalg.norm(state) for state in states])
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("left", [True, False])
 def test_vectors_are_the_last_tokens_states(source, home, left):
     settings = json.loads((source / "tokenizer_config.json").read_text())

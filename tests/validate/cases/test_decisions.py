@@ -101,6 +101,7 @@ def test_every_fault_by_size_adds_a_case(tmp_path, sound, name):
     assert beyond_usual or "third" in name or "padding" in name
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("name", "ids"),
     [

@@ -204,6 +204,7 @@ def test_generated_inputs_alone_need_a_cosine_of_one_half(made, copied, tmp_path
     assert "expected at least 0.5" in wrong.summary
 
 
+@pytest.mark.more
 def test_user_data_have_the_accuracy_of_held_out_rows(made, tmp_path):
     (tmp_path / "data.txt").write_text("\n".join(TEXT))
     artifact = made(*DISTILBERT)
