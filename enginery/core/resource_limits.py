@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 MEMORY_VARIABLE = "ENGINERY_MEMORY_LIMIT_GIB"
 TIME_VARIABLE = "ENGINERY_TIME_LIMIT_SECONDS"
-DO = (
+_RAISE = (
     f"If you trust its author, raise the limit: set {MEMORY_VARIABLE} or {TIME_VARIABLE} (0 is no "
     "limit)."
 )
@@ -55,8 +55,8 @@ _TIME_EVERY = 25
 _GRAPH_MEMORY = 5 << 28
 """1.25 GiB: the packages of a child take 0.3 GiB, and a small graph on small inputs little more."""
 _GRAPH_COPIES = 10
-"""Copies of a file's bytes: the file, its protobuf message, the session's weights, packed weights,
-and conversions of those, with room for three of each."""
+"""Largest number of copies of a file in memory: the file itself, its protobuf message, the weights
+of the session, packed and converted ones, and some of them again while they are made."""
 _GRAPH_SECONDS = 30.0
 _GRAPH_BYTES_A_SECOND = 2_000_000
 
@@ -94,6 +94,8 @@ class ResourceLimits:
     seconds: float = math.inf
     """The shorter of elapsed time and processor time, so that neither a busy machine nor many
     threads use it up."""
+    do: str = field(default="", compare=False)
+    """What a user can do about it."""
 
     @classmethod
     def of_graph(cls, *, file_bytes: int, activation_bytes: int = 0) -> Self:
@@ -157,7 +159,9 @@ class ResourceLimits:
     def _set_by_user(cls, memory_bytes: float, seconds: float) -> Self:
         gib, limit = _variable(MEMORY_VARIABLE), _variable(TIME_VARIABLE)
         return cls(
-            memory_bytes if gib is None else gib * 2**30, seconds if limit is None else limit
+            memory_bytes if gib is None else gib * 2**30,
+            seconds if limit is None else limit,
+            _RAISE,
         )
 
 
@@ -301,7 +305,7 @@ class _Meter:
             if elapsed > limits.seconds and (
                 _cpu_seconds(self.pid) - self._cpu_before > limits.seconds
             ):
-                return f"it took longer than {limits.seconds:.0f} seconds"
+                return f"it took longer than {limits.seconds:g} seconds"
         return ""
 
 
@@ -413,7 +417,7 @@ def _observe_calls(own: _OwnCalls) -> None:
             _, limits, meter, before = seen[key]
             exceeded = meter.exceeded(limits, memory_before=before)
             if exceeded and call.is_running:
-                own.end(f"{call.name}: {exceeded}, the limit of a graph of this size. {DO}")
+                own.end(f"{call.name}: {exceeded}, the limit of a graph of this size. {_RAISE}")
                 return
         time.sleep(_INTERVAL_SECONDS)
 

@@ -16,13 +16,11 @@ is started in another way.
 from __future__ import annotations
 
 import json
-import math
 import os
 import select
 import signal
 import subprocess
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -34,7 +32,7 @@ from enginery.core import errors
 from enginery.core.closing import Closeable
 from enginery.core.errors import EngineryError, MissingPackageError, os_errors_as
 from enginery.core.extras import missing_package
-from enginery.core.resource_limits import DO, NO_LIMITS, ResourceLimits, watching
+from enginery.core.resource_limits import NO_LIMITS, ResourceLimits, watching
 from enginery.core.temporary import temporary_directory
 
 _PIPE = "ENGINERY_PARENT_PIPE"
@@ -86,7 +84,7 @@ def run_in_subprocess(
         description: start of the message if the child ends without a result: `exporting minilm`.
         error_classes: classes of errors that are raised as the child raised them, besides
             MissingPackageError. The first one replaces all others, and is raised for a crash.
-        supervision: who is told about phases, and the limits.
+        supervision: the callback for phases that the child reports, and the limits.
 
     Raises:
         EngineryError: the child failed, crashed or passed a limit; one of `error_classes`, with the
@@ -120,7 +118,9 @@ def run_in_subprocess(
                     limits=supervision.limits,
                 )
             except LimitError as error:
-                raise error_classes[0](f"{description}: {error}", do=DO) from None
+                raise error_classes[0](
+                    f"{description}: {error}", do=supervision.limits.do
+                ) from None
         result: WorkerResult = {}
         if status == 0 and result_file.is_file():
             result = json.loads(result_file.read_text(encoding="utf-8"))
@@ -141,9 +141,7 @@ class LimitError(Exception):
     """A child was ended because it passed a limit."""
 
     def __init__(self, exceeded: str) -> None:
-        super().__init__(
-            f"the process was ended because {exceeded}, the limit for files of this size."
-        )
+        super().__init__(f"the process was ended because {exceeded}, its limit.")
 
 
 def run_module(
@@ -216,7 +214,6 @@ class WorkerProcess(Closeable):
         description: str,
         error: type[EngineryError],
         environment: Mapping[str, str] | None = None,
-        limits: ResourceLimits = NO_LIMITS,
     ) -> None:
         """Start `python -m module`.
 
@@ -228,9 +225,8 @@ class WorkerProcess(Closeable):
             error: class of the error to raise if the child crashes, or raises an exception that
                 is not an EngineryError.
             environment: environment variables in addition to those of this process.
-            limits: memory at which the child is ended, and time for each request.
         """
-        self._description, self._error, self._limits = description, error, limits
+        self._description, self._error = description, error
         with ExitStack() as stack:
             self._log = log or stack.enter_context(temporary_directory("worker")) / "log"
             self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -254,37 +250,30 @@ class WorkerProcess(Closeable):
         return self._process.poll() is None
 
     def request(
-        self, command: str, *, timeout_seconds: float = math.inf, **values: Any
+        self, command: str, *, limits: ResourceLimits = NO_LIMITS, **values: Any
     ) -> WorkerResult:
         """Send one request and return its result.
 
         Args:
             command: what to do.
-            timeout_seconds: time after which the child is killed.
+            limits: memory of the child, and time for the request, at which the child is ended.
             values: further values of the request.
 
         Raises:
-            EngineryError: the child raised it; or the child crashed or took too long, then of the
+            EngineryError: the child raised it; or the child crashed or passed a limit, then of the
                 class `error`.
         """
         requests, results = self._process.stdin, self._process.stdout
         line = ""
-        with watching(self._process.pid, self._limits, self._process.kill) as watch:
+        with watching(self._process.pid, limits, self._process.kill) as watch:
             if requests and results:
                 with suppress(BrokenPipeError):  # the child has ended; its status is reported below
                     requests.write(json.dumps({"do": command, **values}) + "\n")
                     requests.flush()
-                    with self._killed_after(timeout_seconds) as is_late:
-                        line = results.readline()
-                    if is_late.is_set():
-                        self._process.wait()
-                        raise self._error(
-                            f"{self._description}: it takes longer than {timeout_seconds:g} "
-                            "seconds."
-                        )
+                    line = results.readline()
         if watch.exceeded:
             self._process.wait()
-            raise self._error(f"{self._description}: {LimitError(watch.exceeded)}", do=DO)
+            raise self._error(f"{self._description}: {LimitError(watch.exceeded)}", do=limits.do)
         if not line:
             status = self._process.wait()
             raise self._error(
@@ -297,26 +286,6 @@ class WorkerProcess(Closeable):
             error_class = _error_class(details["type"], default=self._error)
             raise error_class(details["message"], do=details["do"])
         return result
-
-    @contextmanager
-    def _killed_after(self, seconds: float) -> Iterator[threading.Event]:
-        """Kill the process after some seconds; yields an event that is set then."""
-        is_late = threading.Event()
-        if math.isinf(seconds):
-            yield is_late
-            return
-
-        def kill() -> None:
-            is_late.set()
-            self._process.kill()
-
-        timer = threading.Timer(seconds, kill)
-        timer.daemon = True
-        timer.start()
-        try:
-            yield is_late
-        finally:
-            timer.cancel()
 
     def close(self) -> None:
         """End the process; closing twice is fine."""

@@ -53,8 +53,8 @@ class UsedWeights:
                 reached = {id(weight): weight for weight in _reached(results)}
                 self._weights |= reached
                 if _has_spare_pooler(model, results):
-                    others = {n: tensor for n, tensor in results.items() if n != "pooler_output"}
-                    self._poolers |= reached.keys() - {id(weight) for weight in _reached(others)}
+                    spared = {n: tensor for n, tensor in results.items() if n != "pooler_output"}
+                    self._poolers |= reached.keys() - {id(weight) for weight in _reached(spared)}
         except Exception as error:  # a model of any class may fail in any way
             self.notes.append(f"{file}: which weights are in use is not known: {error}")
 
@@ -64,7 +64,7 @@ class UsedWeights:
         A weight can be in a graph although no gradient reaches it: before an argmax, for example.
 
         Returns:
-            Weights without which features are others, and those of a pooler that nothing reads.
+            Weights that change the features, and those of a pooler that nothing reads.
         """
         missing = self._weights.keys() - self._in_graphs
         weights = {n: w for n, w in model.named_parameters() if id(w) in missing}
@@ -73,15 +73,15 @@ class UsedWeights:
             for name, weight in weights.items()
             if id(weight) in self._poolers or "pooler" in name.split(".")
         }
-        others = {
+        needed = {
             n: w.detach().cpu().float().numpy() for n, w in weights.items() if n not in poolers
         }
         lost: list[str] = []
-        if others:
+        if needed:
             # The exporter keeps one of several equal vectors, under any of their names.
-            kept = set(weights_in_graphs(others, graphs, by_value=1))
-            modules = {name.rpartition(".")[0] for name in others.keys() - kept}
-            lost = sorted(name for name in others if name.rpartition(".")[0] in modules)
+            kept = set(weights_in_graphs(needed, graphs, by_value=1))
+            modules = {name.rpartition(".")[0] for name in needed.keys() - kept}
+            lost = sorted(name for name in needed if name.rpartition(".")[0] in modules)
         return lost, sorted(poolers)
 
 

@@ -32,6 +32,7 @@ from enginery.core.artifact.manifest import Manifest
 from enginery.core.closing import Closeable
 from enginery.core.errors import ArtifactError, EngineryError, ExportError, InputError
 from enginery.core.model.source import ModelSource
+from enginery.core.resource_limits import ResourceLimits
 from enginery.core.subprocess import WorkerProcess, WorkerResult, peak_rss_bytes, serve_requests
 
 _IDLE_SECONDS = 30.0
@@ -120,10 +121,14 @@ class TorchReference(Closeable):
             UntrustedModelError: the model requires permissions that were not granted, or attempted
                 an operation that no model needs.
             ArtifactError: the artifact has no such graph.
-            ExportError: PyTorch cannot load the model.
+            ExportError: PyTorch cannot load the model, or takes more memory than its size explains.
         """
         # Do not reuse a process in which a model's own code has run.
         self._alone = trust_remote_code
+        files = (source.path / name for name in source.record.files)
+        self._limits = ResourceLimits.of_checkpoint(
+            file_bytes=sum(file.stat().st_size for file in files if file.is_file())
+        )
         self._worker: WorkerProcess | None = _start_worker() if self._alone else _take_worker()
         self.notes: list[str] = self._request(
             "load",
@@ -346,7 +351,7 @@ class TorchReference(Closeable):
             raise ExportError("the PyTorch reference is closed.")
         worker = self._worker
         try:
-            return worker.request(does, **values)
+            return worker.request(does, limits=self._limits, **values)
         # The inputs were wrong, and the process is as before.
         except InputError:
             raise
@@ -393,6 +398,7 @@ def describe_side_files(
     try:
         worker.request(
             "describe_side_files",
+            limits=ResourceLimits.of_checkpoint(file_bytes=0),
             path=str(directory),
             file=str(file),
             limit=question.limit,

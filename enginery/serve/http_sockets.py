@@ -183,7 +183,7 @@ class Acceptor:
     """Accepts connections as long as the process may open files.
 
     At the limit uvloop would close new connections without an answer. Here they wait in the kernel,
-    and connections that have been idle are closed to make room.
+    and idle connections are closed, so that others can be accepted.
     """
 
     def __init__(

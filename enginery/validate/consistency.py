@@ -514,11 +514,13 @@ def judge_decisions(results: Sequence[ValidationCaseResult]) -> list[ValidationC
     Rounding does not depend on what a graph decides, so where it decides rightly, its error is
     hardly larger than elsewhere.
     """
-    others = [
+    elsewhere = [
         result for result in results if result.kind == "sweep" and not is_of_decision(result.name)
     ]
     return [
-        _judge_by(others, result, measure="other inputs") if is_of_decision(result.name) else result
+        _judge_by(elsewhere, result, measure="other inputs")
+        if is_of_decision(result.name)
+        else result
         for result in results
     ]
 

@@ -84,16 +84,15 @@ def greedy(tmp_path, monkeypatch):
 
 def test_child_that_grows_is_ended_with_the_limit_and_the_option(greedy):
     with pytest.raises(ExportError) as error:
-        greedy("grow", ResourceLimits(memory_bytes=256 * MIB))
+        greedy("grow", ResourceLimits(memory_bytes=256 * MIB, do=f"Set {MEMORY_VARIABLE}."))
     assert error.value.message == (
-        "working: the process was ended because it needed more than 0.25 GiB of memory, the limit "
-        "for files of this size."
+        "working: the process was ended because it needed more than 0.25 GiB of memory, its limit."
     )
-    assert MEMORY_VARIABLE in error.value.do
+    assert error.value.do == f"Set {MEMORY_VARIABLE}."
 
 
 def test_child_that_computes_for_ever_is_ended(greedy):
-    with pytest.raises(ExportError, match=r"because it took longer than 1 seconds, the limit"):
+    with pytest.raises(ExportError, match=r"because it took longer than 1 seconds, its limit"):
         greedy("spin", ResourceLimits(seconds=1))
 
 
@@ -122,12 +121,11 @@ def test_worker_that_grows_is_ended_and_the_next_request_says_so(greedy, tmp_pat
         log=tmp_path / "serving.log",
         description="backend",
         error=ProviderError,
-        limits=ResourceLimits(memory_bytes=256 * MIB),
     ) as worker:
         with pytest.raises(
             ProviderError, match=r"backend: the process was ended because it needed"
         ):
-            worker.request("grow")
+            worker.request("grow", limits=ResourceLimits(memory_bytes=256 * MIB))
         assert not worker.is_alive
 
 

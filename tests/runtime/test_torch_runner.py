@@ -8,7 +8,9 @@ import pytest
 from enginery.core.errors import ArtifactError, ExportError, InputError
 from enginery.core.model.feeds import FeedLimits, make_feeds
 from enginery.core.model.source import resolve_record
+from enginery.core.resource_limits import MEMORY_VARIABLE
 from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.torch_reference import TorchReference
 from enginery.runtime.torch_runner import TorchOptions, TorchRunner, load_pytorch
 from tests.tiny import save_tiny, tiny_artifact
 from tests.tolerances import OUTPUTS
@@ -46,6 +48,13 @@ def test_answers_are_transformers_own(bert, tiny_model):
     assert list(found) == ["logits"]
     assert found["logits"].dtype == np.float32
     np.testing.assert_allclose(found["logits"], expected.logits.numpy(), atol=OUTPUTS)
+
+
+def test_process_that_takes_more_memory_than_its_files_explain_is_ended(bert, monkeypatch):
+    monkeypatch.setenv(MEMORY_VARIABLE, "0.001")
+    with pytest.raises(ExportError, match=r"PyTorch: .* needed more than 0\.001 GiB") as error:
+        TorchReference(resolve_record(bert.manifest.source), bert.manifest)
+    assert MEMORY_VARIABLE in error.value.do
 
 
 def test_precisions_differ_by_about_their_roundoff(bert):

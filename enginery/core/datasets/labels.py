@@ -115,9 +115,10 @@ def index_labels(
     read = [index_of(label, indices) for label in labels]
     if None in read:
         label = labels[read.index(None)]
-        other = _index if reading == "names" else _index_by_name
+        read_otherwise = _index if reading == "names" else _index_by_name
         # A name among indices is spelled right.
-        hint = nearest(str(label), indices) if other(label, indices) is None else "."
+        is_known = read_otherwise(label, indices) is not None
+        hint = "." if is_known else nearest(str(label), indices)
         raise InputError(
             f"{where}: the label {label!r} is not one of the model's{hint}",
             do=f"The column is read as {reading}. The model's labels: "

@@ -251,17 +251,17 @@ def _screen_size(
 
     A row of a weight has a byte at least, and so has each module.
     """
-    most, what = _MAX_PARTS, "of parts of a model"
+    limit, subject = _MAX_PARTS, "of parts of a model"
     if not counts_parts:
-        most, what = _MAX_ROWS, "of a weight"
+        limit, subject = _MAX_ROWS, "of a weight"
         # Beside an .onnx file, no weights of PyTorch are loaded.
         if model_bytes and not _WITHOUT_WEIGHTS.search(str(key_path.key)):
-            most = max(model_bytes, _LEAST_ROWS)
-            what = f"in a model whose weights have {model_bytes} bytes"
+            limit = max(model_bytes, _LEAST_ROWS)
+            subject = f"in a model whose weights have {model_bytes} bytes"
     for number in value if isinstance(value, list) else [value]:
-        if isinstance(number, int | float) and not abs(number) <= most:
+        if isinstance(number, int | float) and not abs(number) <= limit:
             raise SourceError(
-                f"{path}: {key_path} is {_SHORT.repr(number)}, expected at most {most} {what}.",
+                f"{path}: {key_path} is {_SHORT.repr(number)}, expected at most {limit} {subject}.",
                 do=_DISTRUST,
             )
 

@@ -64,7 +64,7 @@ def resolve_source(
         revision: branch, tag or commit on the Hub.
         allow_pickle: accept pickled weights.
         cache_dir: cache of the Hub library; empty for its default.
-        progress: is told if there are very many files.
+        progress: receives a message if there are very many files.
 
     Raises:
         SourceError: the model does not exist, has no usable weights, or only pickled ones.

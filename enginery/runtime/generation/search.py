@@ -150,7 +150,10 @@ class Search(ABC):
         return None
 
     def settle(self) -> None:
-        """Take note of a token that was appended to the tokens of `greedy`."""
+        """Take note of a token that was appended to the tokens of `greedy`.
+
+        Only searches that have it are called.
+        """
         raise NotImplementedError
 
     def _finish_of(self, tokens: Sequence[int]) -> str:

@@ -28,6 +28,7 @@ from enginery.core.model.files import (
     TokenizerConfig,
     module_kinds,
 )
+from enginery.core.resource_limits import ResourceLimits
 from enginery.core.subprocess import WorkerProcess, WorkerResult
 from enginery.runtime.text.template_worker import handle_request, limited_memory
 from enginery.runtime.text.tokenizer_files import TokenizerFiles
@@ -39,8 +40,8 @@ Message = Mapping[str, Any]
 
 _MAX_BYTES = 2**20
 """Size of the largest template that is read; published ones have up to 20 kB."""
-_MAX_SECONDS = 10.0
-"""Time after which a rendering is ended; published templates take a millisecond."""
+_LIMITS = ResourceLimits(seconds=10.0)
+"""Limits of a rendering; published templates take a millisecond. The child limits its memory."""
 _WAIT_SECONDS = 20.0
 """Maximum time to wait for the renderings of others."""
 _ALWAYS = {"tools": None, "documents": None}
@@ -137,7 +138,7 @@ class _Renderer:
             process = self._process
             if process is None or not process.is_alive or self._owner != os.getpid():
                 process = self._start(where)
-            return process.request(command, timeout_seconds=_MAX_SECONDS, **values)
+            return process.request(command, limits=_LIMITS, **values)
         finally:
             self._lock.release()
 

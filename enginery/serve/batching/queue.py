@@ -240,16 +240,14 @@ class BatchQueue:
             )
             if self.rows and not admitted:
                 self._admit(len(entries), tokens, backlog_seconds, is_short=is_short)
-            kind, other = self._short, self._lists
-            if not is_short:
-                kind, other = other, kind
-            if not kind.rows:  # what it has not asked for meanwhile is gone
-                kind.served = max(kind.served, other.served)
+            own_class = self._short if is_short else self._lists
+            if not own_class.rows:  # what it has not asked for meanwhile is gone
+                own_class.served = max(self._short.served, self._lists.served)
             for entry in entries:
                 self._count += 1
                 entry.order = (entry.length, self._count)
                 insort(self._lanes.setdefault(entry.key, []), entry, key=_ORDER)
-            kind.put(entries, tokens)
+            own_class.put(entries, tokens)
             self.rows += len(entries)
             self.tokens += tokens
             self._changed.notify(len(entries))
@@ -280,9 +278,9 @@ class BatchQueue:
         """Raise OverloadedError if a request of this size must be rejected."""
         share = 1.0 if is_short else LIST_SHARE  # the rest of the queue is for short requests
         max_rows, max_tokens = int(self.max_rows * share), int(self.max_tokens * share)
-        others = self if is_short else self._lists
-        fits = others.rows + rows <= max_rows and others.tokens + tokens <= max_tokens
-        if not is_short and not others.rows:
+        waiting = self if is_short else self._lists
+        fits = waiting.rows + rows <= max_rows and waiting.tokens + tokens <= max_tokens
+        if not is_short and not waiting.rows:
             fits = True  # as large as a part of a request may be
         if not fits or self.rows + rows > self.max_rows or self.tokens + tokens > self.max_tokens:
             raise OverloadedError(

@@ -486,11 +486,11 @@ class _Search:
         for node, steps in zip(self._control.decisions, self._steps, strict=True):
             if steps:  # what the quotient is used for tells
                 continue
-            ways, others = ways_of(node, values), ways_of(node, usual)
-            if ways is None or others is None or ways.shape != others.shape:
+            ways, usual_ways = ways_of(node, values), ways_of(node, usual)
+            if ways is None or usual_ways is None or ways.shape != usual_ways.shape:
                 continue
             if ways.ndim and len(ways) == len(vocabulary):
-                rows = (ways != others).reshape(len(vocabulary), -1).any(axis=1)
+                rows = (ways != usual_ways).reshape(len(vocabulary), -1).any(axis=1)
                 special |= {int(index) for index in np.flatnonzero(rows)}
         return special
 

@@ -1,4 +1,4 @@
-"""Messages of the server: written in order, never waited for, and not as often as clients wish."""
+"""Messages of the server are written in order and without blocking, each once a second at most."""
 
 import json
 import logging
