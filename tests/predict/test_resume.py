@@ -209,6 +209,25 @@ def test_output_is_replaced_atomically(tmp_path, own_process, monkeypatch):
     assert (tmp_path / "out.jsonl").read_bytes() == b'{"text": "new"}\n'
 
 
+def test_output_that_lacks_rows_of_the_journal_is_not_delivered(
+    predict, tmp_path, tiny, data, monkeypatch
+):
+    add = Assembly.add
+    first_parts = []
+
+    def add_but_the_first(assembly, part):
+        if not first_parts:
+            first_parts.append(part)
+        else:
+            add(assembly, part)
+
+    monkeypatch.setattr(Assembly, "add", add_but_the_first)
+    artifact = tiny("bert", "text-classification")
+    with pytest.raises(InputError, match=r"would have \d+ rows, expected \d+ as in the journal"):
+        predict(artifact, data, "out.jsonl", part_rows=16)
+    assert not (tmp_path / "out.jsonl").exists()
+
+
 def test_changed_part_is_named_and_its_rows_are_predicted_again(
     predict, rows, tmp_path, tiny, data, monkeypatch
 ):

@@ -93,7 +93,7 @@ def _compiled(text: str) -> Callable[..., str]:
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            # What is set in the block is not set behind it, as in transformers.
+            # What is set in the block is not set after it, as in transformers.
             return jinja2.nodes.Scope(body, lineno=line)
 
     # Jinja's own filter escapes `<` and `&` for HTML, which models were not trained on.
