@@ -223,7 +223,7 @@ def _judged(model: Path, run: Callable[[], object]) -> str:
 def _configuration(base: Path, place: Path, randomness: random.Random) -> str:
     from enginery.core.errors import EngineryError
     from enginery.core.model.source import resolve_source
-    from enginery.runtime.torch_runner import TorchOptions, guarded, load_pytorch
+    from enginery.runtime.pytorch.runner import TorchOptions, guarded, load_pytorch
 
     shutil.copytree(base / "model", place)
     names = ["config.json", "tokenizer_config.json", "special_tokens_map.json"]

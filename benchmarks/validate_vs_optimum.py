@@ -66,7 +66,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         scratch = Path(name)
         reference = memoized_reference(scratch / "reference")
-        patch.setattr("enginery.runtime.torch_reference.TorchReference", reference)
+        patch.setattr("enginery.runtime.pytorch.reference.TorchReference", reference)
         held_out = HeldOut(text_inputs(artifact), artifact, scratch / "held-out")
         laboratory = Laboratory(artifact, artifact, held_out, scratch / "planted")
         assert not optimum_finds(artifact.path), "the sound graph passes"

@@ -30,7 +30,7 @@ MODULES = (
     "enginery.export.worker",
     "enginery.optimize.worker",
     "enginery.runtime.tensorrt.worker",
-    "enginery.runtime.torch_reference",
+    "enginery.runtime.pytorch.reference",
     "tests.faults.child",
 )
 """The modules of such children."""
@@ -40,7 +40,7 @@ _PRELOADED = (
     "optimum.exporters.onnx",
     "enginery.export.optimum",
     "enginery.export.graphs",
-    "enginery.runtime.torch_runner",
+    "enginery.runtime.pytorch.runner",
     "enginery.runtime.tensorrt.worker",
     "tests.faults.file_operations",
 )

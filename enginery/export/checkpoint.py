@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from enginery.core.errors import ExportError
 from enginery.export.used_weights import weights_in_graphs
-from enginery.runtime.torch_checkpoint import (
+from enginery.runtime.pytorch.checkpoint import (
     CHANGES_ANSWERS,
     UnusedTensor,
     describe_names,

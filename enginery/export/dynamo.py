@@ -30,7 +30,7 @@ from enginery.export.side_files import copy_side_files, require_equal_processor
 from enginery.export.tokenizer import write_tokenizer
 from enginery.export.vocabulary import check_vocabulary, embedding_rows
 from enginery.runtime.image.processor import PIXEL_MASK
-from enginery.runtime.torch_runner import TorchOptions, load_pytorch
+from enginery.runtime.pytorch.runner import TorchOptions, load_pytorch
 
 _PROTOBUF_LIMIT_BYTES = 2**31 - 2**26  # protobuf's limit of 2 GiB, minus space for the nodes
 

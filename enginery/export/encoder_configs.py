@@ -15,7 +15,7 @@ from optimum.exporters.tasks import TasksManager
 from optimum.utils import NormalizedTextConfig, NormalizedVisionConfig
 
 from enginery.core.model.files import ModelConfig
-from enginery.runtime.torch_classes import default_class
+from enginery.runtime.pytorch.classes import default_class
 
 _TOKENS = {0: "batch_size", 1: "sequence_length"}
 _PIXELS = {0: "batch_size", 1: "num_channels", 2: "height", 3: "width"}

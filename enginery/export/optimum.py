@@ -46,9 +46,9 @@ from enginery.export.tokenizer import write_tokenizer
 from enginery.export.used_weights import UsedWeights
 from enginery.export.vocabulary import check_vocabulary, embedding_rows
 from enginery.runtime.image.processor import PIXEL_MASK
-from enginery.runtime.torch_classes import default_class, feature_class
-from enginery.runtime.torch_config import load_config
-from enginery.runtime.torch_runner import TorchOptions, load_pytorch
+from enginery.runtime.pytorch.classes import default_class, feature_class
+from enginery.runtime.pytorch.config import load_config
+from enginery.runtime.pytorch.runner import TorchOptions, load_pytorch
 
 
 def export_with_optimum(

@@ -56,7 +56,7 @@ def require_equal_processor(out: Path) -> None:
     """
     if not (out / PreprocessorConfig.FILE).is_file():
         return
-    from enginery.runtime.torch_side_files import compare_processor
+    from enginery.runtime.pytorch.side_files import compare_processor
 
     if problem := compare_processor(out):
         raise SourceError(

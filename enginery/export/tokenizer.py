@@ -27,15 +27,15 @@ from enginery.export.sentencepiece_tokenizers import (
     marian_tokenizer,
     missing_pieces,
 )
-from enginery.runtime.text.chat_template import PairTemplate
-from enginery.runtime.text.tokenizer import TextTokenizer
-from enginery.runtime.text.tokenizer_comparison import TEXTS, UNUSUAL, compare_tokenizer
-from enginery.runtime.text.tokenizer_files import failure_reason
-from enginery.runtime.torch_tokenizer import (
+from enginery.runtime.pytorch.tokenizer import (
     describe_tokenizer,
     load_reference_tokenizer,
     missing_library,
 )
+from enginery.runtime.text.chat_template import PairTemplate
+from enginery.runtime.text.tokenizer import TextTokenizer
+from enginery.runtime.text.tokenizer_comparison import TEXTS, UNUSUAL, compare_tokenizer
+from enginery.runtime.text.tokenizer_files import failure_reason
 
 _VOCABULARIES = {"tokenizer_config.json", "vocab.txt", "vocab.json"}
 _SENTENCEPIECE = ("spiece.model", "sentencepiece.bpe.model", "spm.model")

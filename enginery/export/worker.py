@@ -69,7 +69,7 @@ def _trace(request: WorkerRequest, out: Path) -> ExportedModel:
         # All files are local. Trusted code may be in another repository, which needs the Hub.
         os.environ["HF_HUB_OFFLINE"] = "1"
     exporter = _import_exporter(config.exporter)
-    from enginery.runtime.torch_runner import guarded
+    from enginery.runtime.pytorch.runner import guarded
 
     gc.freeze()  # modules are never freed, so later collections need not scan them
     vocoder = Path(request.vocoder) if request.vocoder else None

@@ -25,7 +25,7 @@ def fuse(model: Path, files: list[str], level: str, out: Path) -> list[str]:
             requires code of the model's author.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when the Hub library is imported below
-    from enginery.runtime.torch_runner import guarded
+    from enginery.runtime.pytorch.runner import guarded
 
     try:
         with guarded(model, trust_remote_code=False, writable=[out]):

@@ -3,9 +3,9 @@
 Both sides start from the same few texts, pairs, images or sounds. The reference prepares them with
 the tokenizer or processor of the model's own files, and answers each alone: with transformers'
 pipeline for the task, by the rule of sentence-transformers, or with the outputs of the model's
-class (`runtime/torch_answers.py`). The artifact's side is what `load_model` consists of: the task's
-`preprocess`, its batches, the graph, `postprocess`. It answers each input alone, and all in one
-batch, short texts beside long ones.
+class (`runtime/pytorch/answers.py`). The artifact's side is what `load_model` consists of: the
+task's `preprocess`, its batches, the graph, `postprocess`. It answers each input alone, and all in
+one batch, short texts beside long ones.
 
 An FP32 graph runs itself, and an answer may differ by what its outputs may (`core/tolerance.py`).
 The error of any other graph is judged elsewhere, so that PyTorch runs in its place, on the inputs
@@ -43,6 +43,7 @@ from enginery.runtime.builtin_inputs import (
     synthetic_sounds,
 )
 from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.pytorch.reference import TorchReference
 from enginery.runtime.sample_inputs import (
     ImageFeeder,
     SoundFeeder,
@@ -57,7 +58,6 @@ from enginery.runtime.tasks import is_generating, manifest_task, manifest_tasks
 from enginery.runtime.tasks.batch_runner import BatchRunner
 from enginery.runtime.tasks.task import Row, Task
 from enginery.runtime.text.tokenizer import TEXT_INPUTS
-from enginery.runtime.torch_reference import TorchReference
 from enginery.validate.compare import ComparisonLimits
 from enginery.validate.metrics.differences import compute_differences
 from enginery.validate.reference import LastStep, Reference
@@ -109,7 +109,7 @@ class RawInput:
     value: Any
     """As `load_model` takes it."""
     item: Mapping[str, Any]
-    """As the reference takes it, see `torch_answers.Item`."""
+    """As the reference takes it, see `runtime.pytorch.answers.Item`."""
 
 
 @dataclass(frozen=True)

@@ -60,11 +60,11 @@ from enginery.runtime.generation.options import (
 from enginery.runtime.generation.search import BeamSearch, Hypothesis, Search, make_search
 from enginery.runtime.image.files import load_image
 from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.pytorch.reference import TorchReference
 from enginery.runtime.sample_inputs import takes_images, takes_sounds
 from enginery.runtime.tasks import is_generating, require_task
 from enginery.runtime.tasks.generate import Generate
 from enginery.runtime.text.tokenizer import TextTokenizer
-from enginery.runtime.torch_reference import TorchReference
 from enginery.validate.cases.sweep import sweep_sizes
 from enginery.validate.config import Effort, ValidateConfig
 from enginery.validate.decoding import Sequences

@@ -32,10 +32,10 @@ from enginery.core.precision import roundoff
 from enginery.core.progress import Progress
 from enginery.runtime.agreement import read_model_pooling
 from enginery.runtime.onnxruntime.graph_limits import check_allocations
+from enginery.runtime.pytorch.reference import TorchReference
 from enginery.runtime.tasks.classify import SCORES, Activation, activated, choose_activation
 from enginery.runtime.tasks.embed import SENTENCE_OUTPUT, TOKEN_OUTPUTS
 from enginery.runtime.text.pooling import Pooling, read_pooling
-from enginery.runtime.torch_reference import TorchReference
 from enginery.validate.cases.padding import find_padding_mask
 from enginery.validate.cases.sweep import ValidationCase
 from enginery.validate.config import ValidateConfig

@@ -37,6 +37,7 @@ from enginery.core.model.files import (
     side_files,
 )
 from enginery.reports.validation import SideFileDifference, SideFileMetrics
+from enginery.runtime.pytorch.reference import SideFileQuestion, describe_side_files
 from enginery.runtime.tasks import is_generating
 from enginery.runtime.text.tokenizer import TextTokenizer
 from enginery.runtime.text.tokenizer_comparison import (
@@ -44,7 +45,6 @@ from enginery.runtime.text.tokenizer_comparison import (
     compare_tokenizer,
     equal_parts,
 )
-from enginery.runtime.torch_reference import SideFileQuestion, describe_side_files
 from enginery.validate.reference import Reference
 
 _CONFIG, _GENERATION = ModelConfig.FILE, "generation_config.json"

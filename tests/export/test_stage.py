@@ -18,7 +18,7 @@ from enginery.core.store.store import Store
 from enginery.export.generation import arrange_for_generation
 from enginery.export.graphs import list_graphs
 from enginery.runtime.onnxruntime.runner import OrtRunner
-from enginery.runtime.torch_config import load_config
+from enginery.runtime.pytorch.config import load_config
 from tests.transformers5.models import ANSWERS, auto_class, prompt, set_weights
 
 

@@ -16,10 +16,10 @@ from enginery.core.errors import ArtifactError, MissingPackageError, SourceError
 from enginery.export import tokenizer as module
 from enginery.export.side_files import copy_side_files
 from enginery.export.tokenizer import write_tokenizer
+from enginery.runtime.pytorch.tokenizer import describe_tokenizer, load_reference_tokenizer
 from enginery.runtime.text.tokenizer import TextTokenizer
 from enginery.runtime.text.tokenizer_comparison import compare_tokenizer
 from enginery.runtime.text.tokenizer_files import TokenizerFiles
-from enginery.runtime.torch_tokenizer import describe_tokenizer, load_reference_tokenizer
 from tests import tiny
 from tests.translation import HOSTILE, TEXTS, docstrings, pieces
 

@@ -36,7 +36,7 @@ from enginery.publish.config import PublishConfig
 from enginery.publish.stage import pull
 from enginery.publish.stage import run as publish
 from enginery.publish.targets.folder import find_damage, read_aliases, read_versions
-from enginery.runtime import torch_reference
+from enginery.runtime.pytorch import reference as torch_reference
 from enginery.stages import run_cached
 from tests.core.artifacts import FINGERPRINT, make, manifest, publishable, validated, verdict
 from tests.export.test_onnx_file import linear

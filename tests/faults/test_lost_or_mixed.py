@@ -48,7 +48,7 @@ from enginery.predict.config import PredictConfig
 from enginery.predict.journal import Journal, parts_directory
 from enginery.predict.report import sidecar
 from enginery.predict.stage import run as predict
-from enginery.runtime import torch_reference
+from enginery.runtime.pytorch import reference as torch_reference
 from tests.core.artifacts import manifest
 from tests.faults.scenarios import linear_artifact
 from tests.prefork import forked_children

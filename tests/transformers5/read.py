@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from enginery.core.errors import SourceError
-from enginery.runtime import torch_config
-from enginery.runtime.torch_weights import restore_head
+from enginery.runtime.pytorch import config as torch_config
+from enginery.runtime.pytorch.weights import restore_head
 from tests.transformers5.keys import data_text
 from tests.transformers5.models import answers, auto_class
 

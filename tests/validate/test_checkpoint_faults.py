@@ -11,7 +11,7 @@ from enginery import export_model, validate_model
 from enginery.core.artifact.artifact import Artifact, commit_artifact
 from enginery.core.errors import ExportError
 from enginery.core.model.source import resolve_source
-from enginery.runtime.torch_runner import load_pytorch
+from enginery.runtime.pytorch.runner import load_pytorch
 from tests.validate.faults.checkpoints import EXTRA, HARMLESS, QUANTIZED, QUERY
 
 HARM = 0.01

@@ -79,7 +79,7 @@ def laboratory(shared_directory, tmp_path_factory):
 
     reference = memoized_reference(shared_directory / "reference")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("enginery.runtime.torch_reference.TorchReference", reference)
+        patch.setattr("enginery.runtime.pytorch.reference.TorchReference", reference)
         patch.setattr("enginery.validate.reference.TorchReference", reference)
         yield make
 

@@ -12,7 +12,7 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError, SourceError
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.onnxruntime.tracing import GraphTracer
-from enginery.runtime.torch_random import RandomNumbers
+from enginery.runtime.pytorch.random import RandomNumbers
 from enginery.validate.cases.sweep import ValidationCase
 from enginery.validate.random_numbers import give_random_numbers
 from enginery.validate.reference import ReferenceOutputs, ReferenceRun

@@ -38,13 +38,13 @@ KEYS = {
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch):
     """Ask transformers here; that its child process answers the same is tested in test_stage."""
-    from enginery.runtime import torch_side_files
+    from enginery.runtime.pytorch import side_files
 
     def describe(directory, file, question, **options):  # the way back from another process
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             asked = dataclasses.asdict(question)
-            described = torch_side_files.describe_side_files(directory, **asked, **options)
+            described = side_files.describe_side_files(directory, **asked, **options)
         return json.loads(json.dumps(described))
 
     monkeypatch.setattr(module, "describe_side_files", describe)

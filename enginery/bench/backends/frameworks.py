@@ -22,7 +22,7 @@ from enginery.core.errors import InputError, ProviderError
 from enginery.core.model.feeds import Feeds
 from enginery.core.model.source import resolve_record
 from enginery.runtime.providers.selection import REQUESTED
-from enginery.runtime.torch_runner import TorchOptions, TorchRunner, guarded, load_pytorch
+from enginery.runtime.pytorch.runner import TorchOptions, TorchRunner, guarded, load_pytorch
 
 _CLASSES = {
     "feature-extraction": "FeatureExtraction",

@@ -23,7 +23,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from enginery.runtime.torch_reference import TorchWeight, TorchWeights, sample_positions
+from enginery.runtime.pytorch.reference import TorchWeight, TorchWeights, sample_positions
 
 Array = NDArray[Any]
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from enginery.core.closing import Closeable
 from enginery.passes.cast.low_precision import read_values
 from enginery.passes.ir.graph_file import read_graph
-from enginery.runtime.torch_reference import TorchWeight, TorchWeights, sample_positions
+from enginery.runtime.pytorch.reference import TorchWeight, TorchWeights, sample_positions
 from enginery.validate.weights.stored import Use, find_uses, is_counted, stored_tensors
 
 _EPSILON = 1e-5

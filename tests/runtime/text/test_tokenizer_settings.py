@@ -243,7 +243,7 @@ def save(tmp_path_factory):
 
 def compare(directory):
     """Return `equal`, `refused`, or `rejected` if transformers cannot load the tokenizer."""
-    from enginery.runtime.torch_tokenizer import describe_tokenizer, load_reference_tokenizer
+    from enginery.runtime.pytorch.tokenizer import describe_tokenizer, load_reference_tokenizer
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

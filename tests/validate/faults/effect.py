@@ -34,9 +34,9 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import EngineryError
 from enginery.core.model.feeds import Feeds
 from enginery.core.model.source import resolve_record
-from enginery.runtime import torch_reference
 from enginery.runtime.image.processor import ImageProcessor, load_image
 from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.pytorch import reference as torch_reference
 from enginery.runtime.sample_inputs import TextFeeder
 from tests.trained import TRAINED, load_digit_images
 from tests.validate.faults.text import FUNCTION, RARE

@@ -17,7 +17,7 @@ from enginery import validate_model
 from enginery.core.artifact.artifact import Artifact, commit_artifact
 from enginery.core.closing import Closeable
 from enginery.core.errors import EngineryError
-from enginery.runtime import torch_reference
+from enginery.runtime.pytorch import reference as torch_reference
 from tests.validate.faults.effect import FIRST, Effect, HeldOut, Rows
 from tests.validate.faults.fault import Fault
 from tests.validate.faults.quantized import QUANTIZED_FAULTS

@@ -22,10 +22,10 @@ from enginery.core.model.files import PreprocessorConfig, read_logit_score
 from enginery.runtime.audio.processor import AudioProcessor
 from enginery.runtime.builtin_inputs import synthetic_sounds
 from enginery.runtime.image.processor import ImageProcessor
+from enginery.runtime.pytorch.config import load_config
+from enginery.runtime.pytorch.tokenizer import describe_tokenizer, load_reference_tokenizer
+from enginery.runtime.pytorch.weights import RERANKER_LABELS
 from enginery.runtime.text.tokenizer_files import failure_reason
-from enginery.runtime.torch_config import load_config
-from enginery.runtime.torch_tokenizer import describe_tokenizer, load_reference_tokenizer
-from enginery.runtime.torch_weights import RERANKER_LABELS
 
 _ROUNDING = 2e-3
 """Allowed difference of a processor's numbers, as a share of 1 plus the largest."""

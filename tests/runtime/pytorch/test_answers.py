@@ -25,7 +25,7 @@ def embed(model, tmp_path):
     """`embed(TEXT, {"1_Pooling/config.json": {…}})`: the vector by the rule of these files."""
     from shutil import copytree
 
-    from enginery.runtime.torch_answers import TorchAnswers
+    from enginery.runtime.pytorch.answers import TorchAnswers
 
     network, path = model
 
@@ -137,13 +137,13 @@ def test_dense_layer_is_applied(model, embed, tmp_path):
     import torch
     from safetensors.torch import save_file
 
-    from enginery.runtime.torch_answers import SentenceRule
+    from enginery.runtime.pytorch.answers import SentenceRule
 
     network, path = model
     (tmp_path / "dense").mkdir()
     weights = {"linear.weight": torch.randn(3, 32), "linear.bias": torch.ones(3)}
     save_file(weights, tmp_path / "dense" / "model.safetensors")
-    from enginery.runtime.torch_answers import _sentence_module
+    from enginery.runtime.pytorch.answers import _sentence_module
 
     (tmp_path / "dense" / "config.json").write_text(
         json.dumps(
@@ -169,7 +169,7 @@ def test_dense_layer_is_applied(model, embed, tmp_path):
 def test_pipelines_answer_alone_and_inputs_that_fail_say_why(tmp_path):
     from transformers import AutoModelForSequenceClassification, pipeline
 
-    from enginery.runtime.torch_answers import TorchAnswers
+    from enginery.runtime.pytorch.answers import TorchAnswers
 
     path = save_tiny("bert", "text-classification", tmp_path / "model")
     network = AutoModelForSequenceClassification.from_pretrained(path).eval()

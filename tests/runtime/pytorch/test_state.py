@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from enginery.core.errors import ExportError
-from enginery.runtime.torch_state import ModelState
+from enginery.runtime.pytorch.state import ModelState
 from tests.validate.faults.reference import CHANGES
 
 COMMON = {

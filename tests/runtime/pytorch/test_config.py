@@ -8,8 +8,8 @@ import torch
 import transformers
 
 from enginery.core.errors import SourceError
-from enginery.runtime.torch_config import is_newer, load_config, translate
-from enginery.runtime.torch_runner import load_pytorch
+from enginery.runtime.pytorch.config import is_newer, load_config, translate
+from enginery.runtime.pytorch.runner import load_pytorch
 from tests.transformers5.models import ANSWERS, answers, auto_class, set_weights
 
 SAVED = json.loads(ANSWERS.read_text(encoding="utf-8"))["cases"]

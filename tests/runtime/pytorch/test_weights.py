@@ -7,8 +7,8 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from enginery.runtime.torch_config import load_config
-from enginery.runtime.torch_weights import restore_head
+from enginery.runtime.pytorch.config import load_config
+from enginery.runtime.pytorch.weights import restore_head
 from tests.transformers5.models import set_weights
 
 T5 = {

@@ -382,7 +382,7 @@ class SideFileQuestion:
 def describe_side_files(
     directory: Path, file: Path, question: SideFileQuestion, *, trust_remote_code: bool = False
 ) -> dict[str, Any]:
-    """Return what transformers reads from a directory; see `runtime/torch_side_files.py`.
+    """Return what transformers reads from a directory; see `runtime/pytorch/side_files.py`.
 
     Args:
         directory: the directory of a model, or of files of an artifact.
@@ -425,7 +425,7 @@ _idle_lock = threading.Lock()
 
 def _start_worker() -> WorkerProcess:
     return WorkerProcess(
-        "enginery.runtime.torch_reference",
+        "enginery.runtime.pytorch.reference",
         description="PyTorch",
         error=ExportError,
         environment={"TOKENIZERS_PARALLELISM": "false"},
@@ -503,7 +503,7 @@ class _Child:
     def load(self, request: WorkerResult) -> WorkerResult:
         if not request["trust_remote_code"]:
             os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it when it is imported
-        from enginery.runtime.torch_runner import TorchOptions, TorchRunner, guarded
+        from enginery.runtime.pytorch.runner import TorchOptions, TorchRunner, guarded
 
         manifest = Manifest.model_validate(request["manifest"])
         path, trust = Path(request["path"]), request["trust_remote_code"]
@@ -550,7 +550,7 @@ class _Child:
 
     def _run_random(self, feeds: Feeds, file: Path) -> dict[str, NDArray[Any]]:
         """Run the model; write the random numbers that it draws, or give it those of the file."""
-        from enginery.runtime.torch_random import RandomNumbers
+        from enginery.runtime.pytorch.random import RandomNumbers
 
         if file.exists():
             with np.load(file, allow_pickle=False) as stored:
@@ -617,8 +617,8 @@ class _Child:
         trust = request["trust_remote_code"]
         if not trust:
             os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it when it is imported
-        from enginery.runtime.torch_runner import guarded
-        from enginery.runtime.torch_side_files import describe_side_files
+        from enginery.runtime.pytorch.runner import guarded
+        from enginery.runtime.pytorch.side_files import describe_side_files
 
         path = Path(request["path"])
         with guarded(path, trust_remote_code=trust) as confinement:

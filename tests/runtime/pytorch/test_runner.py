@@ -10,8 +10,8 @@ from enginery.core.model.feeds import FeedLimits, make_feeds
 from enginery.core.model.source import resolve_record
 from enginery.core.resource_limits import MEMORY_VARIABLE
 from enginery.runtime.onnxruntime.runner import OrtRunner
-from enginery.runtime.torch_reference import TorchReference
-from enginery.runtime.torch_runner import TorchOptions, TorchRunner, load_pytorch
+from enginery.runtime.pytorch.reference import TorchReference
+from enginery.runtime.pytorch.runner import TorchOptions, TorchRunner, load_pytorch
 from tests.tiny import save_tiny, tiny_artifact
 from tests.tolerances import OUTPUTS
 
@@ -230,7 +230,7 @@ def test_weights_upcast_on_use_equal_fp64(tiny_model, kind, monkeypatch):
     import torch
 
     from enginery import export_model
-    from enginery.runtime import torch_runner as reference
+    from enginery.runtime.pytorch import runner as reference
 
     task = "image-classification" if kind in ("vit", "resnet") else "feature-extraction"
     artifact = export_model(str(tiny_model(kind, task)), task=task)

@@ -8,8 +8,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from enginery.core.errors import ExportError
-from enginery.runtime.torch_checkpoint import UnusedTensor, find_renamed
-from enginery.runtime.torch_runner import TorchOptions, load_pytorch
+from enginery.runtime.pytorch.checkpoint import UnusedTensor, find_renamed
+from enginery.runtime.pytorch.runner import TorchOptions, load_pytorch
 from tests.tiny import save_tiny
 from tests.validate.faults.checkpoints import EXTRA, HARMLESS, QUANTIZED, quantized
 

@@ -5,9 +5,9 @@
             outputs = reference(feeds)    # both by the graph's names
 
 A model runs unchanged, with eager attention: as a whole, or as its encoder or decoder, see
-`torch_decoder`. Other models that Optimum exports as several graphs, and those whose cache has
+`decoder`. Other models that Optimum exports as several graphs, and those whose cache has
 another layout than the graph's, run through Optimum's submodels; `TorchRunner.notes` states that.
-Only the modules `torch_…` import torch and transformers in the runtime.
+In the runtime, only this folder imports torch and transformers.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ from enginery.core.model.screening import screen_model
 from enginery.core.model.source import ModelSource
 from enginery.core.shapes import dynamic_dims
 from enginery.runtime.decoder_graphs import is_cross_attention, is_decoder
-from enginery.runtime.torch_answers import Item, RawAnswer, TorchAnswers, first_line
-from enginery.runtime.torch_checkpoint import (
+from enginery.runtime.pytorch.answers import Item, RawAnswer, TorchAnswers, first_line
+from enginery.runtime.pytorch.checkpoint import (
     CHANGES_ANSWERS,
     explain_load_error,
     find_unused,
     read_checkpoint,
     require_float_weights,
 )
-from enginery.runtime.torch_classes import feature_class
-from enginery.runtime.torch_config import load_config
-from enginery.runtime.torch_decoder import TorchDecoder
-from enginery.runtime.torch_random import RandomNumbers
-from enginery.runtime.torch_state import ModelState
-from enginery.runtime.torch_weights import UpcastWeights, as_classifier, restore_head
+from enginery.runtime.pytorch.classes import feature_class
+from enginery.runtime.pytorch.config import load_config
+from enginery.runtime.pytorch.decoder import TorchDecoder
+from enginery.runtime.pytorch.random import RandomNumbers
+from enginery.runtime.pytorch.state import ModelState
+from enginery.runtime.pytorch.weights import UpcastWeights, as_classifier, restore_head
 
 _UPCAST_ON_USE_BYTES = 1 << 30
 """Size of a model's FP32 weights above which FP64 weights are made only as they are used."""
