@@ -23,11 +23,10 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.model.feeds import FeedLimits, Feeds
 from enginery.core.model.files import PreprocessorConfig
 from enginery.core.shapes import TensorSpec
-from enginery.runtime.image.processor import ImageProcessor
+from enginery.runtime.image.processor import PIXELS, ImageProcessor
 from enginery.runtime.sample_inputs import (
     MEDIA,
     ROWS,
-    TEXT_INPUTS,
     ChoicesFeeder,
     ImageFeeder,
     SampleBatch,
@@ -44,18 +43,19 @@ from enginery.runtime.sample_inputs import (
     takes_real_inputs,
     text_batches,
 )
+from enginery.runtime.text.tokenizer import TEXT_INPUTS
 
 _CHOICES = 4
-_BOXES, _PIXELS, _SERIES = "bbox", "pixel_values", "past_values"
+_BOXES, _SERIES = "bbox", "past_values"
 
 
 def has_builtin_inputs(artifact: Artifact, record: GraphRecord) -> bool:
     """Return True if `builtin_batches` has inputs for the graph."""
     if _takes_series(record):
         return True
-    extra = _names(record) - TEXT_INPUTS
+    extra = _names(record).difference(TEXT_INPUTS)
     if takes_choices(record) or _takes_documents(record):
-        pixels = _PIXELS not in extra or (artifact.path / PreprocessorConfig.FILE).is_file()
+        pixels = PIXELS not in extra or (artifact.path / PreprocessorConfig.FILE).is_file()
         return pixels and (artifact.path / "tokenizer.json").is_file()
     return takes_real_inputs(artifact, record)
 
@@ -105,8 +105,8 @@ def _choices(record: GraphRecord) -> list[list[Text]]:
 
 def _takes_documents(record: GraphRecord) -> bool:
     """Return True if a graph takes texts with boxes, with images or with both."""
-    extra = _names(record) - TEXT_INPUTS
-    return "input_ids" in _names(record) and bool(extra) and extra <= {_BOXES, _PIXELS}
+    extra = _names(record).difference(TEXT_INPUTS)
+    return "input_ids" in _names(record) and bool(extra) and extra <= {_BOXES, PIXELS}
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ class DocumentFeeder:
         """
         specs = {spec.name: spec for spec in record.inputs}
         images = None
-        if _PIXELS in specs:
-            images = ImageFeeder(ImageProcessor.open(artifact.path), specs[_PIXELS].dtype)
+        if PIXELS in specs:
+            images = ImageFeeder(ImageProcessor.open(artifact.path), specs[PIXELS].dtype)
         tokens = tuple(spec for spec in record.inputs if spec.name in TEXT_INPUTS)
         texts = TextFeeder.open(artifact, record)
         return cls(TextFeeder(texts.tokenizer, tokens), images, specs.get(_BOXES))
@@ -191,7 +191,7 @@ def _document_batches(
     texts.lengths(SENTENCES)  # so that errors show at once
     batches = {spec.name: spec.dims[0] for spec in record.inputs}
     images = synthetic_images(MEDIA)
-    if feed.images is not None and batches[_PIXELS] != batches["input_ids"]:
+    if feed.images is not None and batches[PIXELS] != batches["input_ids"]:
         # SigLIP's texts have no mask, and are as long as the model takes them or alone.
         load = partial(feed, SENTENCES if texts.can_pad else SENTENCES[:1], images)
         return [SampleBatch("images with sentences", slice(0, MEDIA), load)]

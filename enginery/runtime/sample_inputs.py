@@ -31,14 +31,9 @@ from enginery.core.model.files import PreprocessorConfig
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.audio.processor import AudioProcessor, load_audio
 from enginery.runtime.engines.padding import dim_sizes
-from enginery.runtime.image.processor import PIXEL_MASK, ImageProcessor, load_image
-from enginery.runtime.text.tokenizer import TextTokenizer, check_texts, fixed_sequence
+from enginery.runtime.image.processor import PIXEL_MASK, PIXELS, ImageProcessor, load_image
+from enginery.runtime.text.tokenizer import TEXT_INPUTS, TextTokenizer, check_texts, fixed_sequence
 
-TEXT_INPUTS = frozenset({"input_ids", "attention_mask", "token_type_ids", "position_ids"})
-"""Graph inputs that a tokenizer produces."""
-
-PIXELS = "pixel_values"
-"""Graph inputs of images: their pixels and, of detectors that see padding, a mask of these."""
 AUDIO_INPUTS = frozenset({"input_values", "input_features"})
 """Graph inputs that a feature extractor of sounds produces."""
 MASK = "attention_mask"
@@ -471,7 +466,7 @@ def sample_batches(
 
 def _takes_tokens(record: GraphRecord) -> bool:
     names = _names(record)
-    return "input_ids" in names and names <= TEXT_INPUTS
+    return "input_ids" in names and names.issubset(TEXT_INPUTS)
 
 
 def _names(record: GraphRecord) -> set[str]:

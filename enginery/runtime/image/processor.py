@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ImageProcessor", "load_image"]
 
+PIXELS = "pixel_values"
 PIXEL_MASK = "pixel_mask"
 """Input of graphs that read which pixels are not padding."""
 

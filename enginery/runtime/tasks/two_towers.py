@@ -16,11 +16,11 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord, Manifest
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.shapes import TensorSpec
+from enginery.runtime.image.processor import PIXELS
 from enginery.runtime.tasks.embed import Embed
 from enginery.runtime.tasks.images import EmbedImages
 from enginery.runtime.tasks.task import NO_LIMITS, Arrays, InputLimits, Row
 
-_PIXELS = "pixel_values"
 _TEXT_VECTOR, _IMAGE_VECTOR = "text_embeds", "image_embeds"
 
 
@@ -36,13 +36,13 @@ def has_two_towers(manifest: Manifest, record: GraphRecord | None = None) -> boo
     graph = record or manifest.graphs[0]
     inputs = {spec.name for spec in graph.inputs}
     outputs = {spec.name for spec in graph.outputs}
-    return {"input_ids", _PIXELS} <= inputs and {_TEXT_VECTOR, _IMAGE_VECTOR} <= outputs
+    return {"input_ids", PIXELS} <= inputs and {_TEXT_VECTOR, _IMAGE_VECTOR} <= outputs
 
 
 def _tower(record: GraphRecord, *, images: bool) -> GraphRecord:
     """Return the record of a graph with the inputs and outputs of one kind alone."""
     vector = _IMAGE_VECTOR if images else _TEXT_VECTOR
-    inputs = tuple(spec for spec in record.inputs if (spec.name == _PIXELS) == images)
+    inputs = tuple(spec for spec in record.inputs if (spec.name == PIXELS) == images)
     outputs = tuple(spec for spec in record.outputs if spec.name == vector)
     return record.model_copy(update={"inputs": inputs, "outputs": outputs})
 
@@ -53,7 +53,7 @@ def _blank(artifact: Artifact, specs: Sequence[TensorSpec]) -> Arrays:
     free = (1, 3, sizes.get("height", 1), sizes.get("width", 1))
     blank: Arrays = {}
     for spec in specs:
-        is_image = spec.name == _PIXELS
+        is_image = spec.name == PIXELS
         shape = [
             dim if isinstance(dim, int) else free[axis] if is_image else 1
             for axis, dim in enumerate(spec.dims)

@@ -57,6 +57,7 @@ EQUAL_LENGTHS = "only texts of one length share a batch: the model's outputs dep
 """A note on a graph whose texts cannot be padded."""
 _TYPES = "token_type_ids"
 TEXT_INPUTS = ("input_ids", "attention_mask", _TYPES, "position_ids")
+"""Graph inputs that a tokenizer produces."""
 OTHER_TOKENIZER = (
     "Clients made for OpenAI's models may send ids of theirs: LangChain's OpenAIEmbeddings does, "
     "unless check_embedding_ctx_length is False."
