@@ -404,3 +404,20 @@ def test_values_of_a_body_are_counted_before_it_is_parsed(running, path):
     found = running("POST", path, body)
     assert found.status == 413
     assert b"more than 1048576 values" in found.body
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [b'["a"],' * 2**16, b'{"a":1},' * 2**16, b"[" * 2**17, b'"a[","\\\\",[],' * 2**16],
+    ids=["lists", "objects", "depth", "among texts"],
+)
+@pytest.mark.parametrize("path", ["/predict", "/v2/models/vectors/infer"])
+def test_lists_of_a_body_are_counted_before_it_is_parsed(running, path, inputs):
+    answer = running("POST", path, b'{"model": "vectors", "inputs": [' + inputs + b"[1]]}")
+    assert answer.status == 413
+    assert b"more than 65536 lists and objects" in answer.body
+
+
+def test_brackets_of_a_text_are_no_lists(running):
+    text = '[{"' * 2**16
+    assert running("POST", "/embed", {"model": "vectors", "inputs": [text]}).status == 200
