@@ -408,16 +408,16 @@ def test_values_of_a_body_are_counted_before_it_is_parsed(running, path):
 
 @pytest.mark.parametrize(
     "inputs",
-    [b'["a"],' * 2**16, b'{"a":1},' * 2**16, b"[" * 2**17, b'"a[","\\\\",[],' * 2**16],
-    ids=["lists", "objects", "depth", "among texts"],
+    [b"[1]," * 2**17, b'{"a":1},' * 2**17, b"[" * 2**18, b'"",' * 2**17, b'"\\\\",[],' * 2**17],
+    ids=["lists", "objects", "depth", "strings", "both"],
 )
 @pytest.mark.parametrize("path", ["/predict", "/v2/models/vectors/infer"])
-def test_lists_of_a_body_are_counted_before_it_is_parsed(running, path, inputs):
+def test_objects_of_a_body_are_counted_before_it_is_parsed(running, path, inputs):
     answer = running("POST", path, b'{"model": "vectors", "inputs": [' + inputs + b"[1]]}")
     assert answer.status == 413
-    assert b"more than 65536 lists and objects" in answer.body
+    assert b"more than 131072 lists, objects and strings" in answer.body
 
 
-def test_brackets_of_a_text_are_no_lists(running):
-    text = '[{"' * 2**16
+def test_brackets_and_quotes_of_a_text_are_no_objects(running):
+    text = '[{"' * 2**17
     assert running("POST", "/embed", {"model": "vectors", "inputs": [text]}).status == 200
