@@ -131,10 +131,10 @@ class Server:
     def memory(self) -> int:
         """Return the memory of all processes, without what they share."""
         total = 0
-        for process in self.processes:
-            for child in [process, *process.children()]:
-                with suppress(psutil.Error):
-                    total += child.memory_full_info().uss
+        parent = psutil.Process(self._process.pid)
+        for process in [parent, *parent.children(recursive=True)]:
+            with suppress(psutil.Error):
+                total += process.memory_full_info().uss
         return total
 
 
