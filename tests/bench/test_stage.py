@@ -147,7 +147,7 @@ def test_onnx_file_on_images_of_several_sizes(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["detector.onnx", "out", "photos"]
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_images_are_preprocessed_by_the_artifacts_processor(exported, copied, tmp_path):
     vit = copied(exported("vit", "image-classification"))
     folder = save_photographs(tmp_path / "photos", (64, 64), (96, 60))
@@ -191,7 +191,7 @@ def test_failed_artifact_is_measured_only_with_allow_failed(bert):
     assert Target.open(failed, "", allow_failed=True)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_crash_of_an_optional_backend_is_reported_and_the_others_continue(
     bert, tmp_path, monkeypatch
 ):

@@ -103,7 +103,7 @@ def test_outputs_that_only_the_exporter_names_are_compared(exported_type):
     assert any("reference of char_logits, bpe_logits, wp_logits" in note for note in report.notes)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_frozen_normalizations_are_compared_as_they_are_folded(exported_type, copied):
     artifact = exported_type("detr", "object-detection")
     report = validate_model(artifact, effort="quick")

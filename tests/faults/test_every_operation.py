@@ -3,8 +3,8 @@
 After each fault, the results are the earlier or the new ones, and the error names a path and the
 cause. The next run has the same results as one that nothing disturbed, and leaves the same files.
 
-The quick suite strikes a tenth of the operations with each kind of fault: every tenth, each kind
-and each scenario from another one on. FAULTS_OFFSET=1 to 9 takes the others. `pytest -m slow
+The quick suite strikes one of twenty operations with each kind of fault, each kind and each
+scenario from another one on. FAULTS_OFFSET=1 to 19 takes the others. `pytest -m slow
 tests/faults` strikes every one; with `-s` it prints how many there are.
 """
 
@@ -25,6 +25,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads descripto
 
 OFFSET = int(os.environ.get("FAULTS_OFFSET", "0"))
 NAMES = [scenario.name for scenario in scenarios(None)]
+STEP = 20
 QUICK = ("store", "annotate", "publish", "pull")
 FAULTS = {
     "fails once": lambda number: FailOnce(number, errno.EIO),
@@ -96,12 +97,12 @@ def run_and_stop(sandbox, scenario, fault):
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.more) for name in NAMES],
     indirect=True,
 )
-def test_tenth_of_the_operations(sandbox, scenario):
+def test_some_of_the_operations(sandbox, scenario):
     with FileOperations(sandbox.root) as operations:
         scenario.run(sandbox.root)
     first = OFFSET + NAMES.index(scenario.name)
     for place, kind in enumerate(FAULTS):
-        for number in range((first + 3 * place) % 10 + 1, operations.count + 2, 10):
+        for number in range((first + 3 * place) % STEP + 1, operations.count + 2, STEP):
             assert strike(sandbox, scenario, kind, number) == (number <= operations.count)
 
 

@@ -93,7 +93,7 @@ def reviews(tmp_path, exported):
 
 
 @needs_tensorrt
-@pytest.mark.more
+@pytest.mark.slow
 def test_bert_classification_int8_runs(run, tiny_model, reviews, monkeypatch):
     monkeypatch.setenv("REVIEWS", str(reviews))
     model = str(tiny_model("bert", "text-classification"))

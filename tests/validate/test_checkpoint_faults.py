@@ -80,7 +80,7 @@ def test_adapter_that_is_left_out_changes_answers(planted, home):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("name", ["lora of peft", pytest.param("layer", marks=pytest.mark.more)])
+@pytest.mark.parametrize("name", ["lora of peft", pytest.param("layer", marks=pytest.mark.slow)])
 def test_artifact_of_a_checkpoint_with_more_tensors_fails(planted, home, name):
     """As an artifact does that was exported before such tensors were looked at."""
     artifact = export_model(str(planted(EXTRA[name][0])), allow_unused=True)

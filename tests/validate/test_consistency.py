@@ -101,9 +101,9 @@ def weaken_attention(size, operation, limit, factor=0.7, times=1):
         (("batch", "Greater", 16), "batch 17,"),
         # padded rows of two tokens are right
         (("length", "Equal", 2), "sequence 2"),
-        pytest.param(("batch", "Equal", 32), "batch 32,", marks=pytest.mark.more),
-        pytest.param(("length", "Greater", 64), "sequence 67", marks=pytest.mark.more),
-        pytest.param(("length", "Equal", 36), "sequence 36", marks=pytest.mark.more),
+        pytest.param(("batch", "Equal", 32), "batch 32,", marks=pytest.mark.slow),
+        pytest.param(("length", "Greater", 64), "sequence 67", marks=pytest.mark.slow),
+        pytest.param(("length", "Equal", 36), "sequence 36", marks=pytest.mark.slow),
     ],
 )
 def test_fault_at_some_sizes_fails(exported, copied, fault, found_at):
@@ -232,7 +232,7 @@ def test_quantized_batch_is_judged_by_its_rows_alone(exported, tmp_path):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("kind", ["electra", pytest.param("mpnet", marks=pytest.mark.more)])
+@pytest.mark.parametrize("kind", ["electra", pytest.param("mpnet", marks=pytest.mark.slow)])
 def test_dynamic_int8_of_a_classifier_passes(exported, tmp_path, kind):
     """Its scales depend on the batch, and the cosine of a few logits differs between rows."""
     model = exported(kind, "text-classification")

@@ -13,7 +13,7 @@ from tests.validate.faults import decoder as faults
 from tests.validate.faults.edits import break_graph
 from tests.validate.faults.graph_editor import GraphEditor
 
-MORE = pytest.mark.more
+SLOW = pytest.mark.slow
 PROMPTS = ("1 prompt of 1 token", "1 prompt of 24 tokens", "4 prompts of 1–24 tokens")
 ENCODED = ("1 prompt of 1 token", "1 prompt of 24 tokens", "4 prompts of 24 tokens")
 TEXT, SEQ2SEQ = "text-generation-with-past", "text2text-generation-with-past"
@@ -94,7 +94,7 @@ def steps_of(prompts, first, later):
     ]
 
 
-@pytest.mark.parametrize("kind", ["gpt2", *(pytest.param(k, marks=MORE) for k in ("llama", "opt"))])
+@pytest.mark.parametrize("kind", ["gpt2", *(pytest.param(k, marks=SLOW) for k in ("llama", "opt"))])
 def test_decoder_passes_on_every_step(exported, kind):
     report = validate_model(exported(kind, TEXT), effort="quick")
     assert report.passed, report.summary
@@ -108,14 +108,15 @@ def test_decoder_passes_on_every_step(exported, kind):
     ("kind", "task"),
     [
         ("t5", SEQ2SEQ),
-        pytest.param("bart", SEQ2SEQ, marks=MORE),
+        pytest.param("bart", SEQ2SEQ, marks=SLOW),
         pytest.param(
-            "whisper", "automatic-speech-recognition-with-past", marks=pytest.mark.slow
+            "whisper", "automatic-speech-recognition-with-past", marks=SLOW
         ),  # its audio has 3000 frames
     ],
 )
 @pytest.mark.parametrize(
-    ("layout", "first"), [("enginery", LATER), pytest.param("optimum", FIRST, marks=MORE)]
+    ("layout", "first"),
+    [("enginery", LATER), pytest.param("optimum", FIRST, marks=SLOW)],
 )
 @pytest.mark.more
 def test_encoder_decoder_passes_on_every_step(exported, kind, task, layout, first):
@@ -130,11 +131,11 @@ def test_encoder_decoder_passes_on_every_step(exported, kind, task, layout, firs
     [
         ("gpt2", faults.newest_position_missing),
         ("gpt2", faults.cache_grown_at_the_wrong_end),
-        pytest.param("gpt2", faults.oldest_position_missing, marks=MORE),
-        pytest.param("gpt2", faults.positions_returned_in_another_order, marks=MORE),
-        pytest.param("gpt2", faults.keys_returned_of_another_layer, marks=MORE),
-        pytest.param("llama", faults.newest_position_missing, marks=MORE),
-        pytest.param("llama", faults.cache_grown_at_the_wrong_end, marks=MORE),
+        pytest.param("gpt2", faults.oldest_position_missing, marks=SLOW),
+        pytest.param("gpt2", faults.positions_returned_in_another_order, marks=SLOW),
+        pytest.param("gpt2", faults.keys_returned_of_another_layer, marks=SLOW),
+        pytest.param("llama", faults.newest_position_missing, marks=SLOW),
+        pytest.param("llama", faults.cache_grown_at_the_wrong_end, marks=SLOW),
     ],
 )
 def test_wrong_cache_shows_in_the_tokens_after_it(verdict, kind, fault):
@@ -150,9 +151,9 @@ def test_wrong_cache_shows_in_the_tokens_after_it(verdict, kind, fault):
     ("kind", "fault", "shown_by_sweep"),
     [
         ("gpt2", faults.mask_of_the_prompt_ignored, False),
-        pytest.param("llama", faults.mask_of_the_prompt_ignored, False, marks=MORE),
-        pytest.param("opt", faults.mask_of_the_prompt_ignored, False, marks=MORE),
-        pytest.param("opt", faults.mask_of_the_past_ignored, True, marks=MORE),
+        pytest.param("llama", faults.mask_of_the_prompt_ignored, False, marks=SLOW),
+        pytest.param("opt", faults.mask_of_the_prompt_ignored, False, marks=SLOW),
+        pytest.param("opt", faults.mask_of_the_past_ignored, True, marks=SLOW),
     ],
 )
 def test_mask_of_padding_on_the_left_is_honoured(verdict, kind, fault, shown_by_sweep):
@@ -169,8 +170,8 @@ def test_mask_of_padding_on_the_left_is_honoured(verdict, kind, fault, shown_by_
     ("kind", "shown"),
     [
         ("gpt2", True),
-        pytest.param("opt", True, marks=MORE),
-        pytest.param("llama", False, marks=MORE),
+        pytest.param("opt", True, marks=SLOW),
+        pytest.param("llama", False, marks=SLOW),
     ],
 )
 def test_positions_count_from_the_first_token(verdict, kind, shown):
@@ -198,15 +199,23 @@ def test_prompt_runs_with_an_empty_past(verdict):
     ("kind", "layout", "fault", "graph"),
     [
         ("t5", "enginery", faults.encoder_mask_ignored, LATER),
-        pytest.param("t5", "optimum", faults.encoder_keys_of_another_layer, LATER, marks=MORE),
-        pytest.param("t5", "optimum", faults.encoder_mask_ignored, FIRST, marks=MORE),
+        pytest.param("t5", "optimum", faults.encoder_keys_of_another_layer, LATER, marks=SLOW),
+        pytest.param("t5", "optimum", faults.encoder_mask_ignored, FIRST, marks=SLOW),
         pytest.param(
-            "bart", "optimum", faults.encoder_keys_returned_of_another_layer, FIRST, marks=MORE
+            "bart",
+            "optimum",
+            faults.encoder_keys_returned_of_another_layer,
+            FIRST,
+            marks=SLOW,
         ),
         pytest.param(
-            "bart", "enginery", faults.encoder_keys_returned_of_another_layer, ENCODER, marks=MORE
+            "bart",
+            "enginery",
+            faults.encoder_keys_returned_of_another_layer,
+            ENCODER,
+            marks=SLOW,
         ),
-        pytest.param("bart", "enginery", faults.encoder_mask_ignored, LATER, marks=MORE),
+        pytest.param("bart", "enginery", faults.encoder_mask_ignored, LATER, marks=SLOW),
     ],
 )
 def test_fault_of_an_encoder_decoder_shows_in_its_tokens(verdict, kind, layout, fault, graph):

@@ -39,10 +39,10 @@ def cases_that_fail(report):
     [
         (TEXT, faults.flip_sign),
         (FEATURES, faults.flip_bit),
-        pytest.param(TEXT, faults.flip_bit, marks=pytest.mark.more),
-        pytest.param(FEATURES, faults.flip_sign, marks=pytest.mark.more),
-        pytest.param(GPT2, faults.flip_sign, marks=pytest.mark.more),
-        pytest.param(GPT2, faults.flip_bit, marks=pytest.mark.more),
+        pytest.param(TEXT, faults.flip_bit, marks=pytest.mark.slow),
+        pytest.param(FEATURES, faults.flip_sign, marks=pytest.mark.slow),
+        pytest.param(GPT2, faults.flip_sign, marks=pytest.mark.slow),
+        pytest.param(GPT2, faults.flip_bit, marks=pytest.mark.slow),
     ],
 )
 def test_one_changed_element_of_one_weight(verdict, model, edit):
@@ -159,7 +159,7 @@ def test_half_precision_in_the_middle_passes_with_loose_limits(verdict):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("value", [0.5, pytest.param(0.0, marks=pytest.mark.more)])
+@pytest.mark.parametrize("value", [0.5, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_output_replaced_by_a_constant(verdict, value):
     report = verdict(TEXT, faults.replaced_by_constant("logits", value))
     assert len(problems(report)) == len([case for case in report.cases if case.outputs])
@@ -169,7 +169,7 @@ def test_output_replaced_by_a_constant(verdict, value):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("factor", [1.001, pytest.param(-1.0, marks=pytest.mark.more)])
+@pytest.mark.parametrize("factor", [1.001, pytest.param(-1.0, marks=pytest.mark.slow)])
 def test_output_scaled(verdict, factor):
     assert not verdict(TEXT, faults.scale("logits", factor)).passed
 

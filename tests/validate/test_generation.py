@@ -164,7 +164,10 @@ def test_fp16_and_int8_pass(exported, tmp_path, kind, task):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("fault", [faults.positions_clamped, faults.long_mask_ignored])
+@pytest.mark.parametrize(
+    "fault",
+    [faults.positions_clamped, pytest.param(faults.long_mask_ignored, marks=pytest.mark.slow)],
+)
 def test_fault_of_late_steps_shows_in_generation_alone(broken, fault):
     report = broken("gpt2", fault)
     assert not report.passed
@@ -173,7 +176,7 @@ def test_fault_of_late_steps_shows_in_generation_alone(broken, fault):
     assert report.generation.failed == len(generated(report))
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_fault_of_an_encoder_decoder_shows_in_late_steps(broken):
     past = "past_key_values.0.decoder.key"
     report = broken("marian", partial(faults.oldest_position_forgotten, past=past), graph=LATER)
@@ -224,21 +227,21 @@ def test_texts_may_part_within_the_allowed_error(broken):
             "eos_token_id",
             None,
             "eos_token_id is not set, but [2] in PyTorch",
-            marks=pytest.mark.more,
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "marian",
             "decoder_start_token_id",
             7,
             "decoder_start_token_id is 7, but 1 in PyTorch",
-            marks=pytest.mark.more,
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "marian",
             "bad_words_ids",
             None,
             "bad_words_ids is not set, but [[1]] in PyTorch",
-            marks=pytest.mark.more,
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -338,7 +341,7 @@ def test_tokenizer_that_only_the_source_has_is_missed(exported, copied):
     assert generated(report)["answers"].startswith("load_model cannot generate: ")
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_texts_of_the_user_are_generated_from(exported, tmp_path):
     data = tmp_path / "prompts.csv"
     data.write_text("text\n" + "\n".join(["The pump runs", "The engine is", "A cat", "Who"]))
@@ -351,7 +354,7 @@ def test_texts_of_the_user_are_generated_from(exported, tmp_path):
         validated(artifact, data=str(data), column="review")
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_graphs_of_optimum_are_not_generated_with(exported):
     report = validated(exported("marian", SEQ2SEQ, layout="optimum"))
     assert report.passed, report.summary
@@ -362,7 +365,7 @@ def test_graphs_of_optimum_are_not_generated_with(exported):
     )
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_speech_is_transcribed(home, tmp_path):
     """Whisper's whole prompt is PyTorch's, and every step behind it."""
     artifact = export_model(str(save_whisper(tmp_path / "whisper")), task=SPEECH)

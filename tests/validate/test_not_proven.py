@@ -33,7 +33,7 @@ def vanishing_model(directory, factor):
 
 @pytest.mark.more
 @pytest.mark.parametrize(
-    "factor", [1e-38, *(pytest.param(factor, marks=pytest.mark.more) for factor in (0.0, 1e-40))]
+    "factor", [1e-38, *(pytest.param(factor, marks=pytest.mark.slow) for factor in (0.0, 1e-40))]
 )
 def test_vanishing_outputs_are_not_proven(tmp_path, factor):
     artifact = export_model(str(vanishing_model(tmp_path / "model", factor)), task=TEXT[1])

@@ -49,7 +49,7 @@ def test_noise_and_masks_are_pytorchs(vits, folder):
         assert all(case.outputs for case in report.cases)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_values_that_are_dropped_in_inference_are_pytorchs(speecht5):
     report = validate_model(speecht5, effort="quick")
     assert report.passed, report.summary

@@ -217,7 +217,7 @@ def relative_floors(report):
     return {output.noise_floor / largest for output in outputs}
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_convolutions_have_a_noise_floor_and_pass_folded(tmp_path):
     path = convolution(tmp_path / "conv.onnx")
     report = validate_model(export_model(str(path)))
@@ -290,7 +290,7 @@ def test_other_file_can_be_the_reference_if_it_takes_the_same_inputs(
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("opset", ["auto", pytest.param(21, marks=pytest.mark.more)])
+@pytest.mark.parametrize("opset", ["auto", pytest.param(21, marks=pytest.mark.slow)])
 def test_the_reference_is_the_file_with_its_own_names_of_dims(tmp_path, opset):
     """The import has other dims than its file, and a converted graph other operators."""
     path = convolution(tmp_path / "conv.onnx")

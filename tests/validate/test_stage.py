@@ -56,13 +56,13 @@ def test_every_graph_has_to_be_compared_on_an_input():
             ("bert", "question-answering"),
             ["one", "small", "odd", "ragged", "longest"],
             ["questions 1–16", "questions 17"],
-            marks=pytest.mark.more,
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             ("gpt2", "text-generation"),
             ["one", "small", "odd", "ragged", "longest"],
             ["sentences 1–16"],
-            marks=pytest.mark.more,
+            marks=pytest.mark.slow,
         ),
         (
             ("resnet", "image-classification"),
@@ -107,7 +107,7 @@ def test_sequence_to_sequence_model_passes_in_every_graph(exported):
     assert len(logits) == len(later)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_fp16_tolerance_follows_the_noise_of_fp16(exported):
     noise_floors = {}
     for dtype in ("fp16", "fp32"):
@@ -193,7 +193,7 @@ def test_profile_that_does_not_fit_says_what_to_do(exported, copied, profile, me
     assert Artifact.open(artifact.path).manifest.verdicts == ()
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_models_without_a_hard_limit_take_longer_profiles(exported, copied, tmp_path):
     artifact = copied(exported("deberta-v2", "feature-extraction"))
     report = validate_model(artifact, profile=("batch=1,sequence=140",))

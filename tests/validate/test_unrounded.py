@@ -12,7 +12,7 @@ from tests.validate.faults import edits as faults
 from tests.validate.faults.graph_editor import GraphEditor
 from tests.validate.faults.transformer import FP16_FAULTS, TRANSFORMER_FAULTS
 
-MORE = pytest.mark.more
+SLOW = pytest.mark.slow
 WITHOUT = "model.onnx without quantization"
 SIMULATED = "model.onnx with every value in FP16"
 
@@ -41,7 +41,7 @@ def errors(report, graph):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("residual", ["fp16", pytest.param("fp32", marks=MORE)])
+@pytest.mark.parametrize("residual", ["fp16", pytest.param("fp32", marks=SLOW)])
 def test_sound_graph_without_quantization_equals_pytorch(int8, copied, residual):
     report = validate_model(copied(int8(residual)), effort="quick")
     assert report.passed, report.summary
@@ -75,7 +75,10 @@ def planted(name):
 @pytest.mark.more
 @pytest.mark.parametrize(
     "name",
-    ["ReLU for GELU in one layer", pytest.param("GELU without the root of 2", marks=MORE)],
+    [
+        "ReLU for GELU in one layer",
+        pytest.param("GELU without the root of 2", marks=SLOW),
+    ],
 )
 def test_fault_that_int8_would_hide(int8, copied, exported, name):
     artifact = copied(int8())
@@ -123,7 +126,9 @@ def with_zero_point(point, *, both):
     [
         (with_scale(1.02, both=False), "quantizes, but"),
         pytest.param(
-            with_zero_point(1, both=False), "zero point 0 quantizes, but 1 dequantizes", marks=MORE
+            with_zero_point(1, both=False),
+            "zero point 0 quantizes, but 1 dequantizes",
+            marks=SLOW,
         ),
         (with_zero_point(64, both=True), "zero point 64, calibrated 0"),
     ],
@@ -193,7 +198,7 @@ def low(exported):
 
 @pytest.mark.more
 @pytest.mark.parametrize(
-    "kind", ["bert", *(pytest.param(kind, marks=MORE) for kind in ("resnet", "vit"))]
+    "kind", ["bert", *(pytest.param(kind, marks=SLOW) for kind in ("resnet", "vit"))]
 )
 def test_sound_fp16_graph_has_little_error_beside_rounding(low, copied, kind):
     task = "feature-extraction" if kind == "bert" else "image-classification"
@@ -242,7 +247,7 @@ def factor(number):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("edit", [factor(1.002), pytest.param(through_bf16, marks=MORE)])
+@pytest.mark.parametrize("edit", [factor(1.002), pytest.param(through_bf16, marks=SLOW)])
 def test_fault_that_fp16_would_hide(low, copied, edit):
     def change(model):
         editor = GraphEditor(model)
@@ -260,7 +265,7 @@ def test_fault_that_fp16_would_hide(low, copied, edit):
 @pytest.mark.parametrize(
     "fault",
     [
-        pytest.param(fault, id=fault.name, marks=MORE if number else ())
+        pytest.param(fault, id=fault.name, marks=SLOW if number else ())
         for number, fault in enumerate(fault for fault in FP16_FAULTS if fault.harmful_on_gpu)
     ],
 )

@@ -180,7 +180,7 @@ def test_node_that_reads_another_layers_weight(bert, damaged):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16", marks=pytest.mark.more)])
+@pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_cast_weights_are_the_nearest_numbers(bert, damaged, tmp_path, precision):
     artifact = optimize_model(bert, target="tensorrt", precision=precision, out=tmp_path / "low")
     found = compare(artifact)

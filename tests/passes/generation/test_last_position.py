@@ -21,7 +21,10 @@ def run(path, feeds, names=None):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "opt", "qwen3"])
+@pytest.mark.parametrize(
+    "kind",
+    ["gpt2", "llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("opt", "qwen3"))],
+)
 def test_a_decoder_keeps_its_cache_and_the_last_logits(tiny_model, home, tmp_path, kind):
     source = str(tiny_model(kind, "text-generation"))
     artifact = export_model(source, task="text-generation-with-past", layout="optimum")

@@ -92,7 +92,7 @@ def test_static_int8_of_a_translator_generates(translator, quantized, home):
     assert len(found.tokens) == 4
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_static_int8_of_a_translator_on_own_texts_and_from_its_ranges(
     translator, quantized, tmp_path, home
 ):
@@ -136,7 +136,7 @@ def test_dynamic_int8_is_measured_in_both_graphs(translator, quantized):
     assert 0.9 <= report["encoder_accuracy"]["cosine"] < 1
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_speech_and_images_calibrate_from_folders(tmp_path, home):
     """The decoder of each gets the tokens that its own prompt starts with."""
     sounds = tmp_path / "sounds"

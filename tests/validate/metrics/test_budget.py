@@ -102,7 +102,7 @@ def least(artifact, *, own_data=False, rows=16):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("model", [DISTILBERT, pytest.param(GPT2, marks=pytest.mark.more)])
+@pytest.mark.parametrize("model", [DISTILBERT, pytest.param(GPT2, marks=pytest.mark.slow)])
 def test_correct_artifact_has_the_accuracy_that_quantize_measured(made, copied, model):
     artifact = made(*model)
     builtin = QuantizationReport.of(artifact).builtin
@@ -146,7 +146,7 @@ WRONG = {
         (DISTILBERT, "scale doubled"),
         (DISTILBERT, "ranges a quarter"),
         *(
-            pytest.param(model, fault, marks=pytest.mark.more)
+            pytest.param(model, fault, marks=pytest.mark.slow)
             for model in (GPT2, DISTILBERT)
             for fault in WRONG
             if model is GPT2 or fault not in ("scale doubled", "ranges a quarter")
