@@ -31,12 +31,13 @@ MIB = 2**20
 
 GREEDY = """
 import time
+from pathlib import Path
 from enginery.core.subprocess import worker_main
 def handle(request):
     match request["do"]:
         case "grow":
             held = []
-            while True:  # 1 MiB of memory that is written, not only reserved
+            for _ in range(2**11):  # 1 MiB of memory that is written, not only reserved
                 held.append(bytearray(b"x") * 2**20)
         case "reserve":
             import mmap
@@ -47,15 +48,17 @@ def handle(request):
             with open(request["file"], "rb") as stream:
                 return {"sum": sum(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)[::4096])}
         case "spin":
-            while True:
+            end = time.monotonic() + 60
+            while time.monotonic() < end:
                 pass
         case "sleep":
             time.sleep(1.5)
-            return {"slept": True}
         case "talk":
             for _ in range(100):
                 print("x" * 2**18, flush=True)
             return {"said": True}
+    Path(__file__).with_name("finished").touch()
+    return {"finished": True}
 worker_main(handle, description="{do}")
 """
 SERVING = GREEDY.replace(
@@ -82,22 +85,25 @@ def greedy(tmp_path, monkeypatch):
     return run
 
 
-def test_child_that_grows_is_ended_with_the_limit_and_the_option(greedy):
+def test_child_that_grows_is_ended_with_the_limit_and_the_option(greedy, tmp_path):
     with pytest.raises(ExportError) as error:
         greedy("grow", ResourceLimits(memory_bytes=256 * MIB, do=f"Set {MEMORY_VARIABLE}."))
     assert error.value.message == (
         "working: the process was ended because it needed more than 0.25 GiB of memory, its limit."
     )
     assert error.value.do == f"Set {MEMORY_VARIABLE}."
+    assert not (tmp_path / "finished").exists()
 
 
-def test_child_that_computes_for_ever_is_ended(greedy):
+def test_child_that_computes_for_ever_is_ended(greedy, tmp_path):
     with pytest.raises(ExportError, match=r"because it took longer than 1 seconds, its limit"):
         greedy("spin", ResourceLimits(seconds=1))
+    assert not (tmp_path / "finished").exists()
 
 
-def test_time_that_a_child_does_not_compute_does_not_count(greedy):
-    assert greedy("sleep", ResourceLimits(seconds=0.5)) == {"slept": True}
+def test_time_that_a_child_does_not_compute_does_not_count(greedy, tmp_path):
+    assert greedy("sleep", ResourceLimits(seconds=0.5)) == {"finished": True}
+    assert (tmp_path / "finished").exists()
 
 
 def test_reserved_addresses_and_mapped_files_do_not_count(greedy, tmp_path):
@@ -142,9 +148,10 @@ with watching_own_calls(end):
         time.sleep(0.2)
     with limited_call("m.onnx", lambda: ResourceLimits(memory_bytes=2**27, seconds=1)):
         held = []
-        while sys.argv[1] == "grow":
+        end = time.monotonic() + 30
+        while sys.argv[1] == "grow" and len(held) < 2**11:
             held.append(bytearray(b"x") * 2**20)
-        while sys.argv[1] == "spin":
+        while sys.argv[1] == "spin" and time.monotonic() < end:
             pass
 """
 

@@ -171,6 +171,10 @@ def test_no_template_takes_gigabytes(tmp_path, monkeypatch, text):
         ("{{ strftime_now(1) }}", "TypeError"),
         ("{{ namespace(a=1).__class__.x }}", "fails on these messages"),
         ("{{ '\\ud800'.encode() }}", "UnicodeEncodeError"),
+        (
+            "{% for i in range(260) %}{{ 'x' * 65536 }}{% endfor %}",
+            "the prompt has 17039360 characters, expected at most 16777216",
+        ),
     ],
 )
 def test_whatever_a_template_raises_is_one_clear_error(tmp_path, text, reason):
