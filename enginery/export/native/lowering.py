@@ -1,0 +1,339 @@
+"""Lower a PyTorch module to an ONNX graph whose named dims vary.
+
+    lowered = lower(model, feeds, dims, ["logits"], out / "model.onnx", opset=20)
+    lowered.route, lowered.dims    # "transformers", "named"
+
+This is the only module that touches `transformers.exporters`, which changes between minor versions,
+and torch's own exporter, which is tried after it. Both take the module apart with `torch.export`.
+
+Dims are named first: torch then raises where a model allows only some sizes. It accepts such a
+range with `Dim.DYNAMIC`, and with `Dim.AUTO` it may fix a size without a word. So what a graph
+declares is compared with what was asked for.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import onnx_ir as ir
+import torch
+
+from enginery.core.errors import ExportError
+from enginery.core.shapes import dim_terms
+from enginery.core.versions import TRANSFORMERS5, transformers_family
+from enginery.passes.ir.graph_file import write_graph
+
+Route = Literal["transformers", "dynamo"]
+DimKind = Literal["named", "dynamic", "auto"]
+Dims = Mapping[str, Mapping[int, str]]
+"""Names of the dynamic axes of each input: `{"input_ids": {0: "batch", 1: "sequence"}}`."""
+
+_KINDS: tuple[DimKind, ...] = ("named", "dynamic", "auto")
+_DESCRIPTIONS = {"transformers": "transformers' exporter", "dynamo": "torch's dynamo exporter"}
+_MAY_BE_FIXED = frozenset({"height", "width"})
+"""Dims that the position embeddings of many models fix."""
+_SYMBOL = re.compile(r"[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """How a graph was lowered."""
+
+    route: Route
+    """The exporter that wrote the graph."""
+    dims: DimKind
+    """How its dims were described to torch."""
+    notes: tuple[str, ...] = ()
+    """The attempts that failed before, and why; dims that came out fixed."""
+
+
+class _LoweringError(Exception):
+    """One attempt failed; the next may not."""
+
+
+def available_routes() -> tuple[Route, ...]:
+    """Return the exporters of this environment, the preferred one first."""
+    if transformers_family() == TRANSFORMERS5:
+        return ("transformers", "dynamo")
+    return ("dynamo",)
+
+
+def lower(
+    module: torch.nn.Module,
+    feeds: Mapping[str, torch.Tensor],
+    dims: Dims,
+    outputs: Sequence[str],
+    path: Path,
+    *,
+    opset: int,
+    routes: Sequence[Route] = (),
+) -> Lowered:
+    """Write the ONNX graph of a module to `path`, by the first route and kind of dims that works.
+
+    Args:
+        module: takes the feeds by name, and returns a mapping that has the outputs, or a sequence
+            of them in their order. It is in evaluation mode.
+        feeds: example inputs by the graph's names, in their order, on the module's device. Sizes
+            should be coprime: torch takes equal ones for one dim, and 0 and 1 for constants.
+        dims: the dynamic axes of each input. A sum, such as `past_sequence + sequence`, follows
+            from others.
+        outputs: the graph's names of the outputs.
+        path: the ONNX file; large weights go to a file beside it.
+        opset: the ONNX operator set.
+        routes: the exporters to try; empty for all of this environment.
+
+    Raises:
+        ExportError: no route works, or each fixes a dim that must vary.
+    """
+    failures: list[str] = []
+    with _exportable_experts(module):
+        for route in routes or available_routes():
+            for kind in _KINDS:
+                try:
+                    model, fixed = _attempt(module, feeds, dims, outputs, opset, route, kind)
+                except _LoweringError as error:
+                    failures.append(f"{_DESCRIPTIONS[route]} with {kind} dims: {error}")
+                    continue
+                write_graph(model, path)
+                return Lowered(route, kind, (*failures, *fixed))
+    raise ExportError(f"the model cannot be lowered to ONNX: {'; '.join(dict.fromkeys(failures))}.")
+
+
+def _attempt(
+    module: torch.nn.Module,
+    feeds: Mapping[str, torch.Tensor],
+    dims: Dims,
+    outputs: Sequence[str],
+    opset: int,
+    route: Route,
+    kind: DimKind,
+) -> tuple[ir.Model, list[str]]:
+    """Return a graph with the names that were asked for, and notes on dims that it fixes."""
+    arguments = dict(zip(_identifiers(feeds), feeds.values(), strict=True))
+    shapes = {
+        argument: _shapes(dims.get(name, {}), kind)
+        for argument, name in zip(arguments, feeds, strict=True)
+    }
+    export = _with_transformers if route == "transformers" else _with_torch
+    try:
+        with warnings.catch_warnings(), torch.no_grad(), _flat_forward(module, feeds, outputs):
+            warnings.simplefilter("ignore")
+            program = export(module, arguments, shapes, opset)
+    except Exception as error:  # torch.export, torch.onnx and models raise many unrelated types
+        raise _LoweringError(_first_line(error)) from error
+    model: ir.Model = program.model
+    _remove_traces(model)
+    _rename(model.graph, list(feeds), outputs)
+    return model, _name_dims(model, dims)
+
+
+def _with_transformers(
+    module: torch.nn.Module,
+    arguments: Mapping[str, torch.Tensor],
+    shapes: Mapping[str, Any],
+    opset: int,
+) -> Any:
+    """Return the `torch.onnx.ONNXProgram` of transformers' exporter."""
+    from transformers.exporters import OnnxConfig, OnnxExporter
+
+    config = OnnxConfig(dynamic_shapes=dict(shapes), opset_version=opset)
+    # The exporter takes entries out of the mapping.
+    return OnnxExporter().export(module, dict(arguments), config).program
+
+
+def _with_torch(
+    module: torch.nn.Module,
+    arguments: Mapping[str, torch.Tensor],
+    shapes: Mapping[str, Any],
+    opset: int,
+) -> Any:
+    """Return the `torch.onnx.ONNXProgram` of torch's exporter."""
+    return torch.onnx.export(
+        module,
+        kwargs=dict(arguments),
+        dynamo=True,
+        dynamic_shapes=dict(shapes),
+        opset_version=opset,
+        verbose=False,
+    )
+
+
+@contextmanager
+def _exportable_experts(module: torch.nn.Module) -> Iterator[None]:
+    """Let mixtures of experts multiply all experts in one batch.
+
+    The default adds rows up with ScatterElements, whose reduction TensorRT refuses.
+    """
+    models = [part for part in module.modules() if hasattr(part, "set_experts_implementation")]
+    configs = [part.config for part in models]
+    before = [getattr(config, "_experts_implementation", None) for config in configs]
+    for part in models:
+        part.set_experts_implementation("batched_mm")
+    try:
+        yield
+    finally:
+        for config, implementation in zip(configs, before, strict=True):
+            config._experts_implementation = implementation  # noqa: SLF001  no accessor takes None
+
+
+@contextmanager
+def _flat_forward(
+    module: torch.nn.Module, names: Sequence[str] | Mapping[str, Any], outputs: Sequence[str]
+) -> Iterator[None]:
+    """Let `forward` take the graph's inputs as identifiers, and return its outputs as a tuple."""
+    own = vars(module).get("forward")
+    original: Callable[..., Any] = module.forward
+    identifiers = _identifiers(names)
+
+    def forward(**tensors: Any) -> tuple[Any, ...]:
+        inputs = {name: tensors[key] for key, name in zip(identifiers, names, strict=True)}
+        result = original(**inputs)
+        is_named = isinstance(result, Mapping)
+        values = [result[name] for name in outputs] if is_named else list(result)
+        # A graph that returns a tensor under two names, or an input, loses a name.
+        known = {id(tensor) for tensor in tensors.values()}
+        for index, value in enumerate(values):
+            if id(value) in known:
+                values[index] = value.clone()
+            known.add(id(value))
+        return tuple(values)
+
+    forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # torch reads it
+        [inspect.Parameter(key, inspect.Parameter.POSITIONAL_OR_KEYWORD) for key in identifiers]
+    )
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+
+
+def _identifiers(names: Sequence[str] | Mapping[str, Any]) -> list[str]:
+    """Return names that Python takes for arguments: `past_key_values_0_key`."""
+    return [re.sub(r"\W", "_", name) for name in names]
+
+
+def _shapes(axes: Mapping[int, str], kind: DimKind) -> dict[int, Any]:
+    """Describe the dynamic axes of an input to `torch.export`.
+
+    A sum of dims has no `torch.export.Dim`: torch finds it out.
+    """
+    dim = torch.export.Dim
+    if kind == "auto":
+        return dict.fromkeys(axes, dim.AUTO)
+    if kind == "dynamic":
+        return {
+            axis: dim.DYNAMIC if dim_terms(name) == [name] else dim.AUTO
+            for axis, name in axes.items()
+        }
+    return {
+        axis: dim(name) if dim_terms(name) == [name] else dim.AUTO for axis, name in axes.items()
+    }
+
+
+def _remove_traces(model: ir.Model) -> None:
+    """Remove what torch records of the code that a node comes from: paths of this machine."""
+    model.metadata_props.clear()
+    for graph in model.graphs():
+        graph.metadata_props.clear()
+        for node in graph:
+            node.metadata_props.clear()
+            node.doc_string = None
+        for value in _values(graph):
+            value.metadata_props.clear()
+            value.doc_string = None
+
+
+def _values(graph: ir.Graph) -> Iterator[ir.Value]:
+    yield from graph.inputs
+    yield from graph.initializers.values()
+    for node in graph:
+        yield from node.outputs
+
+
+def _rename(graph: ir.Graph, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    """Give the inputs and outputs of a graph their names.
+
+    Raises:
+        _LoweringError: the graph has others.
+    """
+    targets = [*zip(graph.inputs, inputs, strict=False), *zip(graph.outputs, outputs, strict=False)]
+    if len(graph.inputs) != len(inputs) or len(graph.outputs) != len(outputs):
+        raise _LoweringError(
+            f"the graph has {len(graph.inputs)} inputs and {len(graph.outputs)} outputs, expected "
+            f"{len(inputs)} and {len(outputs)}"
+        )
+    renamed = {id(value) for value, _ in targets}
+    taken = {*inputs, *outputs}
+    used = {value.name for value in _values(graph)} | taken
+    for value in list(_values(graph)):
+        if id(value) in renamed or value.name not in taken:
+            continue
+        name = f"{value.name}_inner"
+        while name in used:
+            name += "_"
+        used.add(name)
+        value.name = name
+    for value, name in targets:
+        value.name = name
+
+
+def _name_dims(model: ir.Model, dims: Dims) -> list[str]:
+    """Give the dims of all values the names that were asked for; return notes on fixed ones.
+
+    Raises:
+        _LoweringError: the exporter fixed a dim that must vary, or takes two for one.
+    """
+    names: dict[str, str] = {}
+    fixed: dict[str, int] = {}
+    for value in model.graph.inputs:
+        for axis, name in dims.get(value.name or "", {}).items():
+            dim = value.shape[axis] if value.shape is not None else None
+            symbol = dim if isinstance(dim, int) else getattr(dim, "value", None)
+            if isinstance(symbol, int):
+                fixed[name] = symbol
+            elif symbol and _SYMBOL.fullmatch(symbol) and names.setdefault(symbol, name) != name:
+                raise _LoweringError(f"the exporter takes {names[symbol]} and {name} for one dim")
+    if wrong := sorted(set(fixed) - _MAY_BE_FIXED):
+        sizes = ", ".join(f"{name} at {fixed[name]}" for name in wrong)
+        raise _LoweringError(f"the exporter fixed {sizes}, which must vary")
+
+    def renamed(dim: Any) -> Any:
+        text = None if isinstance(dim, int) else dim.value
+        if text is None:
+            return dim
+        return ir.SymbolicDim(_SYMBOL.sub(lambda match: names.get(match[0], match[0]), text))
+
+    for graph in model.graphs():
+        for value in _values(graph):
+            if value.shape is not None:
+                value.shape = ir.Shape([renamed(dim) for dim in value.shape])
+    for value in model.graph.inputs:
+        axes = dims.get(value.name or "", {})
+        if value.shape is not None and axes:
+            shape = list(value.shape)
+            for axis, name in axes.items():
+                shape[axis] = shape[axis] if name in fixed else ir.SymbolicDim(name)
+            value.shape = ir.Shape(shape)
+    return [
+        f"{name} is fixed at {size}: the exporter allows no other" for name, size in fixed.items()
+    ]
+
+
+def _first_line(error: Exception) -> str:
+    """Return what an exception of torch says first, with the cause that torch.onnx wraps."""
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    return f"{type(cause).__name__}: {lines[0]}" if lines else repr(cause)
