@@ -8,7 +8,8 @@ and torch's own exporter, which is tried after it. Both take the module apart wi
 
 Dims are named first: torch then raises where a model allows only some sizes. It accepts such a
 range with `Dim.DYNAMIC`, and with `Dim.AUTO` it may fix a size without a word. So what a graph
-declares is compared with what was asked for.
+declares is compared with what was asked for, and its outputs at other sizes with the module's: some
+graphs accept any size and compute with that of the example.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import onnx_ir as ir
 import torch
+from numpy.typing import NDArray
 
 from enginery.core.errors import ExportError
-from enginery.core.shapes import dim_terms
+from enginery.core.shapes import dim_terms, resolve_dim
 from enginery.core.versions import TRANSFORMERS5, transformers_family
+from enginery.export.graphs import open_session
 from enginery.passes.ir.graph_file import write_graph
 
 Route = Literal["transformers", "dynamo"]
@@ -39,6 +43,12 @@ _KINDS: tuple[DimKind, ...] = ("named", "dynamic", "auto")
 _DESCRIPTIONS = {"transformers": "transformers' exporter", "dynamo": "torch's dynamo exporter"}
 _MAY_BE_FIXED = frozenset({"height", "width"})
 """Dims that the position embeddings of many models fix."""
+_HUGE = 1e6
+"""Absolute value from which on a number stands for a masked one."""
+_TINY = 1e-6
+"""Smallest standard deviation that differences are compared with."""
+_FULL, _HALF = 1e-3, 5e-2
+"""Allowed difference in standard deviations, of FP32 and of FP16."""
 _SYMBOL = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -52,6 +62,11 @@ class Lowered:
     """How its dims were described to torch."""
     notes: tuple[str, ...] = ()
     """The attempts that failed before, and why; dims that came out fixed."""
+
+    @property
+    def description(self) -> str:
+        """How the graph was lowered, in words."""
+        return f"{_DESCRIPTIONS[self.route]} with {self.dims} dims"
 
 
 class _LoweringError(Exception):
@@ -93,15 +108,18 @@ def lower(
         ExportError: no route works, or each fixes a dim that must vary.
     """
     failures: list[str] = []
+    smaller = _smaller_feeds(feeds, dims)
+    expected = _run_module(module, smaller, outputs)
     with _exportable_experts(module):
         for route in routes or available_routes():
             for kind in _KINDS:
                 try:
                     model, fixed = _attempt(module, feeds, dims, outputs, opset, route, kind)
+                    write_graph(model, path)
+                    _compare(path, smaller, expected)
                 except _LoweringError as error:
                     failures.append(f"{_DESCRIPTIONS[route]} with {kind} dims: {error}")
                     continue
-                write_graph(model, path)
                 return Lowered(route, kind, (*failures, *fixed))
     raise ExportError(f"the model cannot be lowered to ONNX: {'; '.join(dict.fromkeys(failures))}.")
 
@@ -132,6 +150,76 @@ def _attempt(
     _remove_traces(model)
     _rename(model.graph, list(feeds), outputs)
     return model, _name_dims(model, dims)
+
+
+def _smaller_feeds(feeds: Mapping[str, torch.Tensor], dims: Dims) -> dict[str, torch.Tensor]:
+    """Return the beginning of each input: two thirds along its dynamic axes."""
+    sizes = {
+        name: feeds[feed].shape[axis]
+        for feed, axes in dims.items()
+        for axis, name in axes.items()
+        if dim_terms(name) == [name]
+    }
+    steps = {"height": 32, "width": 64}  # less than a patch would be no other grid
+    smaller = {
+        name: max(1, size - steps[name] if name in steps else size * 2 // 3)
+        for name, size in sizes.items()
+    }
+    result = dict(feeds)
+    for feed, axes in dims.items():
+        for axis, name in axes.items():
+            result[feed] = result[feed].narrow(axis, 0, resolve_dim(name, smaller))
+    return result
+
+
+def _run_module(
+    module: torch.nn.Module, feeds: Mapping[str, torch.Tensor], outputs: Sequence[str]
+) -> dict[str, NDArray[Any]]:
+    """Return the outputs of a module; none if it rejects the inputs, or if they are BF16."""
+    try:
+        with torch.no_grad():
+            result = module(**feeds)
+    except Exception:  # a model of any class may reject a size in any way
+        return {}
+    values = [result[name] for name in outputs] if isinstance(result, Mapping) else result
+    if any(value.dtype == torch.bfloat16 for value in values):
+        return {}  # ONNX Runtime has no BF16 kernels on the CPU
+    return {
+        name: value.detach().cpu().to(torch.float32).numpy()
+        for name, value in zip(outputs, values, strict=True)
+    }
+
+
+def _compare(
+    path: Path, feeds: Mapping[str, torch.Tensor], expected: Mapping[str, NDArray[Any]]
+) -> None:
+    """Compare the outputs of a graph with those of the module.
+
+    Raises:
+        _LoweringError: the graph does not run, or an output has another shape or other values.
+    """
+    if not expected:
+        return
+    arrays = {name: tensor.cpu().numpy() for name, tensor in feeds.items()}
+    sizes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
+    try:
+        values = open_session(path, path.name).run(list(expected), arrays)
+    except ExportError as error:
+        raise _LoweringError(error.message) from error
+    except Exception as error:  # ONNX Runtime raises many unrelated types
+        raise _LoweringError(f"the graph fails on {sizes}: {_first_line(error)}") from error
+    for (name, reference), value in zip(expected.items(), values, strict=True):
+        if reference.shape != value.shape:
+            raise _LoweringError(
+                f"{name} is {value.shape} for {sizes}, but PyTorch's is {reference.shape}"
+            )
+        usual = np.abs(reference) < _HUGE
+        scale = max(float(reference[usual].std()) if usual.any() else 0.0, _TINY)
+        difference = np.abs(value.astype(np.float32) - reference)[usual].max(initial=0.0) / scale
+        if not difference <= (_HALF if value.dtype == np.float16 else _FULL):  # NaN is not, either
+            raise _LoweringError(
+                f"{name} differs from PyTorch's by {difference:.2g} standard deviations for {sizes}"
+            )
 
 
 def _with_transformers(

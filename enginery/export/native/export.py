@@ -1,0 +1,188 @@
+"""Export a model in one graph with our own inputs and outputs, lowered by PyTorch's exporters.
+
+It is the exporter of transformers 5, and in an environment with Optimum that of models that its
+registry does not have. It writes `model.onnx` and the files beside it to the staging directory, and
+runs in the child process of the stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from enginery.core.errors import ExportError, SourceError
+from enginery.core.json_file import json_bytes, read_json
+from enginery.core.model.files import ModelConfig
+from enginery.core.subprocess import report_phase
+from enginery.export.checkpoint import check_unused, require_trained, untrained_weights
+from enginery.export.config import ExportConfig
+from enginery.export.graphs import ExportedModel, TracedInputs
+from enginery.export.native.inputs import ModelInputs, describe_inputs, with_image_size
+from enginery.export.native.known_gaps import require_supported
+from enginery.export.native.lowering import Lowered, Route, lower
+from enginery.export.native.tasks import choose_outputs, choose_task
+from enginery.export.positions import find_length_limit
+from enginery.export.sentence_modules import write_module_weights
+from enginery.export.side_files import copy_side_files, require_equal_processor
+from enginery.export.tokenizer import write_tokenizer
+from enginery.export.vocabulary import check_vocabulary, embedding_rows, require_padding_token
+from enginery.runtime.pytorch.answers import first_line
+from enginery.runtime.pytorch.config import load_config
+from enginery.runtime.pytorch.runner import TorchOptions, load_pytorch
+
+_GRAPH = "model.onnx"
+_ROUTES: dict[str, tuple[Route, ...]] = {"transformers": ("transformers",), "dynamo": ("dynamo",)}
+"""Exporter that the options name -> the route; the others try all that there are."""
+_NOT_CHANGED = frozenset({"_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache"})
+"""Keys that loading and tracing set, which are no settings of the model."""
+
+
+def export_with_transformers(
+    source: Path,
+    config: ExportConfig,
+    out: Path,
+    *,
+    pickled: bool,
+) -> ExportedModel:
+    """Lower the model to `out`, with every dim dynamic of which the model takes other sizes.
+
+    Args:
+        source: the model directory.
+        config: the options of the stage.
+        out: the staging directory.
+        pickled: True if the weights are pickled.
+
+    Raises:
+        ExportError: the model cannot be lowered, or its inputs are not supported.
+    """
+    settings = ModelConfig.read(source, error=SourceError)
+    task = choose_task(config.task, settings)
+    require_supported(settings.model_type, task)
+    if task.endswith("-with-past"):
+        raise ExportError(
+            f"the dynamo exporter does not support a KV cache, found task {task}.",
+            do=f"Use --task {task.removesuffix('-with-past')}.",
+        )
+    model = load_pytorch(
+        source,
+        task,
+        TorchOptions(
+            precision=config.dtype,
+            pickled=pickled,
+            trust_remote_code=config.trust_remote_code,
+            device=config.device,
+            attention="",
+        ),
+    )
+    # A class of one's own may need none; those of transformers fail without one as they are traced.
+    if task == "text-classification" and getattr(model.config, "pad_token_id", None) is not None:
+        require_padding_token(model, source, trust_remote_code=config.trust_remote_code)
+    unused_notes = check_unused(model, source, allow_unused=config.allow_unused)
+    length_limit, limit_notes = find_length_limit(model, settings)
+    described = with_image_size(settings, source)
+    inputs = describe_inputs(
+        model, source, task, described, trust_remote_code=config.trust_remote_code
+    )
+    lowered, traced = _lower(model, task, inputs, out / _GRAPH, config)
+    unused = getattr(model, "unused_tensors", ())
+    require_trained(untrained_weights(model), [out / _GRAPH], source, task, unused)
+    copy_side_files(source, out, code=config.trust_remote_code)
+    write_config(model, source, out, trust_remote_code=config.trust_remote_code)
+    require_equal_processor(out)
+    notes = [
+        *write_module_weights(source, out),
+        *write_tokenizer(source, out, trust_remote_code=config.trust_remote_code),
+        *check_vocabulary(out, embedding_rows(model)),
+    ]
+    return ExportedModel(
+        files=[_GRAPH],
+        task=task,
+        model_type=settings.model_type or "unknown",
+        library="transformers",
+        traced={_GRAPH: traced},
+        config=described,
+        length_limit=length_limit,
+        notes=[
+            f"task {task}",
+            f"exported by {lowered.description}",
+            *lowered.notes,
+            *model.config_notes,
+            *unused_notes,
+            *limit_notes,
+            *notes,
+        ],
+    )
+
+
+def _lower(
+    model: Any, task: str, inputs: ModelInputs, path: Path, config: ExportConfig
+) -> tuple[Lowered, TracedInputs]:
+    """Write the graph, with images of any size if the model takes them."""
+    model.config.use_cache = False
+    if has_soft_cap(model.config):
+        model.set_attn_implementation("eager")  # the others leave the soft cap out
+    report_phase(f"tracing {model.config.model_type} for {task}")
+    if not inputs.takes_images:
+        return _lower_at(model, task, inputs, path, config)
+    try:
+        return _lower_at(model, task, inputs.with_larger_images(), path, config)
+    except ExportError as error:
+        fixed = inputs.with_fixed_images()
+        lowered, traced = _lower_at(model, task, fixed, path, config)
+        size = f"{inputs.sizes['height']} × {inputs.sizes['width']}"
+        note = f"height and width are fixed at {size}, because with others {error.message}"
+        return replace(lowered, notes=(*lowered.notes, note)), traced
+
+
+def _lower_at(
+    model: Any, task: str, inputs: ModelInputs, path: Path, config: ExportConfig
+) -> tuple[Lowered, TracedInputs]:
+    """Write the graph for the dims that these inputs have.
+
+    Raises:
+        ExportError: the model rejects the example inputs, or cannot be lowered.
+    """
+    feeds = inputs.feeds(model)
+    try:
+        with torch.no_grad():
+            results = model(**feeds)
+    except Exception as error:  # a model of any class may fail in any way
+        raise ExportError(f"PyTorch rejects the example inputs: {first_line(error)}") from error
+    lowered = lower(
+        model,
+        feeds,
+        inputs.dims(),
+        choose_outputs(model, task, results),
+        path,
+        opset=int(config.opset),
+        routes=_ROUTES.get(config.exporter, ()),
+    )
+    return lowered, TracedInputs({name: tuple(tensor.shape) for name, tensor in feeds.items()})
+
+
+def has_soft_cap(config: Any) -> bool:
+    """Return True if attention scores are capped, as in Gemma 2."""
+    parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+    return any(getattr(part, "attn_logit_softcapping", None) for part in parts)
+
+
+def write_config(model: Any, source: Path, out: Path, *, trust_remote_code: bool) -> None:
+    """Write the model's own config.json, with what loading has changed of it.
+
+    transformers would save it with the keys of its own version, which other readers may not know.
+    """
+    loaded = load_config(source, trust_remote_code=trust_remote_code)
+    if loaded.is_newer:
+        model.config.save_pretrained(out)
+        return
+    before, after = loaded.config.to_dict(), model.config.to_dict()
+    changed = {
+        key: value
+        for key, value in after.items()
+        if key not in _NOT_CHANGED and before.get(key) != value
+    }
+    document = read_json(source / ModelConfig.FILE)
+    (out / ModelConfig.FILE).write_bytes(json_bytes(document | changed))
