@@ -17,9 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from enginery.core.errors import ExportError
-from enginery.core.extras import installed_version
 from enginery.core.subprocess import peak_rss_bytes, report_phase, worker_main
-from enginery.core.versions import OPTIMUM, TRANSFORMERS5, transformers_family
+from enginery.core.versions import (
+    OPTIMUM,
+    TRANSFORMERS5,
+    installed_version,
+    transformers_family,
+)
 from enginery.export.config import ExportConfig
 from enginery.export.stage import WorkerRequest, WorkerResult
 
