@@ -1,12 +1,13 @@
-"""Export a model in one graph with our own inputs and outputs, lowered by PyTorch's exporters.
+"""Export a model with our own inputs and outputs, lowered by PyTorch's exporters.
 
 It is the exporter of transformers 5, and in an environment with Optimum that of models that its
-registry does not have. It writes `model.onnx` and the files beside it to the staging directory, and
+registry does not have. It writes the graphs and the files beside it to the staging directory, and
 runs in the child process of the stage.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ from enginery.core.subprocess import report_phase
 from enginery.export.checkpoint import check_unused, require_trained, untrained_weights
 from enginery.export.config import ExportConfig
 from enginery.export.graphs import ExportedModel, TracedInputs
+from enginery.export.native.decoders import TracedGraph, export_decoder
+from enginery.export.native.encoder_decoders import export_encoder_decoder
 from enginery.export.native.inputs import ModelInputs, describe_inputs, with_image_size
 from enginery.export.native.known_gaps import require_supported
-from enginery.export.native.lowering import Lowered, Route, lower
+from enginery.export.native.lowering import Route, lower
 from enginery.export.native.tasks import choose_outputs, choose_task
 from enginery.export.positions import find_length_limit
 from enginery.export.sentence_modules import write_module_weights
@@ -61,11 +64,6 @@ def export_with_transformers(
     settings = ModelConfig.read(source, error=SourceError)
     task = choose_task(config.task, settings)
     require_supported(settings.model_type, task)
-    if task.endswith("-with-past"):
-        raise ExportError(
-            f"the dynamo exporter does not support a KV cache, found task {task}.",
-            do=f"Use --task {task.removesuffix('-with-past')}.",
-        )
     model = load_pytorch(
         source,
         task,
@@ -77,6 +75,8 @@ def export_with_transformers(
             attention="",
         ),
     )
+    if config.task == "auto" and generates(model, task):
+        task = f"{task}-with-past"
     # A class of one's own may need none; those of transformers fail without one as they are traced.
     if task == "text-classification" and getattr(model.config, "pad_token_id", None) is not None:
         require_padding_token(model, source, trust_remote_code=config.trust_remote_code)
@@ -86,11 +86,13 @@ def export_with_transformers(
     inputs = describe_inputs(
         model, source, task, described, trust_remote_code=config.trust_remote_code
     )
-    lowered, traced = _lower(model, task, inputs, out / _GRAPH, config)
+    graphs = _lower(model, task, inputs, out, config)
+    files = [graph.file for graph in graphs]
     unused = getattr(model, "unused_tensors", ())
-    require_trained(untrained_weights(model), [out / _GRAPH], source, task, unused)
+    require_trained(untrained_weights(model), [out / file for file in files], source, task, unused)
     copy_side_files(source, out, code=config.trust_remote_code)
     write_config(model, source, out, trust_remote_code=config.trust_remote_code)
+    write_generation_config(model, out)
     require_equal_processor(out)
     notes = [
         *write_module_weights(source, out),
@@ -98,17 +100,17 @@ def export_with_transformers(
         *check_vocabulary(out, embedding_rows(model)),
     ]
     return ExportedModel(
-        files=[_GRAPH],
+        files=sorted(files),
         task=task,
         model_type=settings.model_type or "unknown",
         library="transformers",
-        traced={_GRAPH: traced},
+        traced={graph.file: graph.traced for graph in graphs},
         config=described,
         length_limit=length_limit,
         notes=[
             f"task {task}",
-            f"exported by {lowered.description}",
-            *lowered.notes,
+            *dict.fromkeys(f"exported by {graph.lowered.description}" for graph in graphs),
+            *(note for graph in graphs for note in graph.lowered.notes),
             *model.config_notes,
             *unused_notes,
             *limit_notes,
@@ -118,33 +120,38 @@ def export_with_transformers(
 
 
 def _lower(
-    model: Any, task: str, inputs: ModelInputs, path: Path, config: ExportConfig
-) -> tuple[Lowered, TracedInputs]:
-    """Write the graph, with images of any size if the model takes them."""
-    model.config.use_cache = False
+    model: Any, task: str, inputs: ModelInputs, out: Path, config: ExportConfig
+) -> list[TracedGraph]:
+    """Write the graphs, with images of any size if the model takes them."""
+    model.config.use_cache = task.endswith("-with-past")
     if has_soft_cap(model.config):
         model.set_attn_implementation("eager")  # the others leave the soft cap out
     report_phase(f"tracing {model.config.model_type} for {task}")
     if not inputs.takes_images:
-        return _lower_at(model, task, inputs, path, config)
+        return _lower_at(model, task, inputs, out, config)
     try:
-        return _lower_at(model, task, inputs.with_larger_images(), path, config)
+        return _lower_at(model, task, inputs.with_larger_images(), out, config)
     except ExportError as error:
-        fixed = inputs.with_fixed_images()
-        lowered, traced = _lower_at(model, task, fixed, path, config)
+        first, *others = _lower_at(model, task, inputs.with_fixed_images(), out, config)
         size = f"{inputs.sizes['height']} × {inputs.sizes['width']}"
         note = f"height and width are fixed at {size}, because with others {error.message}"
-        return replace(lowered, notes=(*lowered.notes, note)), traced
+        lowered = replace(first.lowered, notes=(*first.lowered.notes, note))
+        return [replace(first, lowered=lowered), *others]
 
 
 def _lower_at(
-    model: Any, task: str, inputs: ModelInputs, path: Path, config: ExportConfig
-) -> tuple[Lowered, TracedInputs]:
-    """Write the graph for the dims that these inputs have.
+    model: Any, task: str, inputs: ModelInputs, out: Path, config: ExportConfig
+) -> list[TracedGraph]:
+    """Write the graphs for the dims that these inputs have.
 
     Raises:
         ExportError: the model rejects the example inputs, or cannot be lowered.
     """
+    opset, routes = int(config.opset), _ROUTES.get(config.exporter, ())
+    if task.endswith("-with-past"):
+        if model.config.is_encoder_decoder:
+            return export_encoder_decoder(model, inputs, out, opset=opset, routes=routes)
+        return [export_decoder(model, inputs.limits, out, opset=opset, routes=routes)]
     feeds = inputs.feeds(model)
     try:
         with torch.no_grad():
@@ -156,11 +163,31 @@ def _lower_at(
         feeds,
         inputs.dims(),
         choose_outputs(model, task, results),
-        path,
-        opset=int(config.opset),
-        routes=_ROUTES.get(config.exporter, ()),
+        out / _GRAPH,
+        opset=opset,
+        routes=routes,
     )
-    return lowered, TracedInputs({name: tuple(tensor.shape) for name, tensor in feeds.items()})
+    traced = TracedInputs({name: tuple(tensor.shape) for name, tensor in feeds.items()})
+    return [TracedGraph(_GRAPH, lowered, traced)]
+
+
+def generates(model: Any, task: str) -> bool:
+    """Return True if a model generates texts for a task, for which it should keep a cache."""
+    is_text = task in ("text-generation", "text2text-generation")
+    reads = task in ("automatic-speech-recognition", "image-to-text")
+    return is_text or (reads and bool(model.config.is_encoder_decoder))
+
+
+def write_generation_config(model: Any, out: Path) -> None:
+    """Write generation_config.json, if the model generates.
+
+    transformers makes the options of a model without the file from its config.json. It refuses to
+    save some that it has loaded.
+    """
+    options = getattr(model, "generation_config", None)
+    if options is not None:
+        document = json.loads(options.to_json_string(use_diff=True))
+        (out / "generation_config.json").write_bytes(json_bytes(document))
 
 
 def has_soft_cap(config: Any) -> bool:
