@@ -71,7 +71,8 @@ def _trace(request: WorkerRequest, out: Path) -> ExportedModel:
 
         report_phase("importing the ONNX file")
         return onnx_file.import_onnx(source, config, out)
-    report_phase("loading PyTorch")
+    has_optimum = transformers_family() == OPTIMUM
+    report_phase(f"loading PyTorch and {'Optimum' if has_optimum else 'transformers'}")
     if not config.trust_remote_code:
         # All files are local. Trusted code may be in another repository, which needs the Hub.
         os.environ["HF_HUB_OFFLINE"] = "1"
