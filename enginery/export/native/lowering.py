@@ -143,10 +143,9 @@ def _attempt(
     try:
         with warnings.catch_warnings(), torch.no_grad(), _flat_forward(module, feeds, outputs):
             warnings.simplefilter("ignore")
-            program = export(module, arguments, shapes, opset)
+            model = export(module, arguments, shapes, opset)
     except Exception as error:  # torch.export, torch.onnx and models raise many unrelated types
         raise _LoweringError(_first_line(error)) from error
-    model: ir.Model = program.model
     _remove_traces(model)
     _rename(model.graph, list(feeds), outputs)
     return model, _name_dims(model, dims)
@@ -227,13 +226,15 @@ def _with_transformers(
     arguments: Mapping[str, torch.Tensor],
     shapes: Mapping[str, Any],
     opset: int,
-) -> Any:
-    """Return the `torch.onnx.ONNXProgram` of transformers' exporter."""
+) -> ir.Model:
+    """Return the graph of transformers' exporter."""
     from transformers.exporters import OnnxConfig, OnnxExporter
 
     config = OnnxConfig(dynamic_shapes=dict(shapes), opset_version=opset)
     # The exporter takes entries out of the mapping.
-    return OnnxExporter().export(module, dict(arguments), config).program
+    model: ir.Model
+    model, _ = OnnxExporter().export_program(module, dict(arguments), config)
+    return model
 
 
 def _with_torch(
@@ -241,9 +242,9 @@ def _with_torch(
     arguments: Mapping[str, torch.Tensor],
     shapes: Mapping[str, Any],
     opset: int,
-) -> Any:
-    """Return the `torch.onnx.ONNXProgram` of torch's exporter."""
-    return torch.onnx.export(
+) -> ir.Model:
+    """Return the graph of torch's exporter."""
+    program = torch.onnx.export(
         module,
         kwargs=dict(arguments),
         dynamo=True,
@@ -251,6 +252,8 @@ def _with_torch(
         opset_version=opset,
         verbose=False,
     )
+    model: ir.Model = program.model
+    return model
 
 
 @contextmanager
@@ -259,16 +262,15 @@ def _exportable_experts(module: torch.nn.Module) -> Iterator[None]:
 
     The default adds rows up with ScatterElements, whose reduction TensorRT refuses.
     """
-    models = [part for part in module.modules() if hasattr(part, "set_experts_implementation")]
-    configs = [part.config for part in models]
-    before = [getattr(config, "_experts_implementation", None) for config in configs]
-    for part in models:
-        part.set_experts_implementation("batched_mm")
+    models = [part for part in module.modules() if hasattr(part, "get_experts_implementation")]
+    before = [model.get_experts_implementation() for model in models]
+    for model in models:
+        model.set_experts_implementation("batched_mm")
     try:
         yield
     finally:
-        for config, implementation in zip(configs, before, strict=True):
-            config._experts_implementation = implementation  # noqa: SLF001  no accessor takes None
+        for model, implementation in zip(models, before, strict=True):
+            model.set_experts_implementation(implementation)
 
 
 @contextmanager
