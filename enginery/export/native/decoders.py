@@ -194,12 +194,14 @@ def fill_cache(layers: Sequence[Any], tensors: Tensors, part: str) -> Any:
     """
     cache = DynamicCache()
     for index, layer in enumerate(layers):
-        if type(layer) in _LAYERS:
-            keys, values = (tensors[f"past_key_values.{index}{part}.{name}"] for name in _PARTS)
-            layer = DynamicLayer()
-            layer.lazy_initialization(keys, values)
-            layer.keys, layer.values = keys, values
-        cache.layers.append(layer)
+        if type(layer) not in _LAYERS:
+            cache.layers.append(layer)
+            continue
+        keys, values = (tensors[f"past_key_values.{index}{part}.{name}"] for name in _PARTS)
+        filled = DynamicLayer()
+        filled.lazy_initialization(keys, values)
+        filled.keys, filled.values = keys, values
+        cache.layers.append(filled)
     return cache
 
 

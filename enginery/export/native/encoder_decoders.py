@@ -12,7 +12,6 @@ the decoder with states that are zero, since their keys and values come from the
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -110,8 +109,8 @@ def _run_once(model: Any, inputs: ModelInputs) -> Any:
     cache = output.get(cache_argument(model))
     if not isinstance(cache, EncoderDecoderCache):
         raise ExportError(
-            f"{model.config.model_type} returns a {type(cache).__name__}, expected one cache of the "
-            "decoder and one of the encoder's keys and values.",
+            f"{model.config.model_type} returns a {type(cache).__name__}, expected a cache of the "
+            "decoder's keys and values and one of the encoder's.",
             option="task",
         )
     for part in (cache.self_attention_cache, cache.cross_attention_cache):

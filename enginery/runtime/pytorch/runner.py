@@ -439,7 +439,7 @@ class TorchRunner(Closeable):
             raise InputError(f"{type(self._model).__name__} does not generate.")
         values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
         # transformers 5 leaves out what is not set, and takes these for it when it generates.
-        defaults = getattr(config, "_get_default_generation_params", dict)()
+        defaults: dict[str, Any] = getattr(config, "_get_default_generation_params", dict)()
         return values | {n: value for n, value in defaults.items() if values.get(n) is None}
 
     def _call(self, run: _RunModel, feeds: Feeds) -> Outputs:
