@@ -544,9 +544,9 @@ def _post_processor(kind: str, specials: tuple[str, ...], by_role: dict[str, str
         )
     cls, sep = by_role["cls_token"], by_role["sep_token"]
     if specials == _ROBERTA:
-        return processors.RobertaProcessing(
-            sep=(sep, specials.index(sep)), cls=(cls, specials.index(cls)), add_prefix_space=False
-        )
+        # By position: releases of tokenizers have other names for them.
+        pieces = ((sep, specials.index(sep)), (cls, specials.index(cls)))
+        return processors.RobertaProcessing(*pieces, add_prefix_space=False)
     pair = f"{cls} $A {sep} $B:1 {sep}:1"
     if kind == "mpnet":
         pair = f"{cls} $A {sep} {sep} $B {sep}"

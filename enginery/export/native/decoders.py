@@ -121,7 +121,7 @@ def _run_once(model: Any) -> Any:
     """Return the cache of a model after two tokens.
 
     Raises:
-        ExportError: the model has none, or one with other layers.
+        ExportError: the model has none, or one with other layers, or it returns no logits.
     """
     ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     try:
@@ -129,6 +129,12 @@ def _run_once(model: Any) -> Any:
             output = model(input_ids=ids, use_cache=True, return_dict=True)
     except Exception as error:  # a model of any class may fail in any way
         raise ExportError(f"PyTorch rejects two tokens: {first_line(error)}") from error
+    if LOGITS not in output:
+        raise ExportError(
+            f"{type(model).__name__} returns no logits, from which a decoder's tokens are chosen.",
+            do="Use the task without -with-past.",
+            option="task",
+        )
     cache = output.get(cache_argument(model))
     require_keys_and_values(model, cache)
     return cache
@@ -198,9 +204,10 @@ def fill_cache(layers: Sequence[Any], tensors: Tensors, part: str) -> Any:
             cache.layers.append(layer)
             continue
         keys, values = (tensors[f"past_key_values.{index}{part}.{name}"] for name in _PARTS)
-        filled = DynamicLayer()
-        filled.lazy_initialization(keys, values)
+        filled: Any = DynamicLayer()
+        # Not with the past as an update: a trace would join it to an empty tensor.
         filled.keys, filled.values = keys, values
+        filled.dtype, filled.device, filled.is_initialized = keys.dtype, keys.device, True
         cache.layers.append(filled)
     return cache
 

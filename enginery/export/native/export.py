@@ -77,6 +77,13 @@ def export_with_transformers(
     )
     if config.task == "auto" and generates(model, task):
         task = f"{task}-with-past"
+    if task.endswith("-with-past") and config.layout == "optimum":
+        raise ExportError(
+            f"option 'layout' is optimum, but {settings.model_type} is not exported by Optimum, "
+            "whose graphs these are.",
+            do="Leave it out.",
+            option="layout",
+        )
     # A class of one's own may need none; those of transformers fail without one as they are traced.
     if task == "text-classification" and getattr(model.config, "pad_token_id", None) is not None:
         require_padding_token(model, source, trust_remote_code=config.trust_remote_code)
