@@ -22,7 +22,7 @@ from enginery.export.config import ExportConfig
 from enginery.export.graphs import ExportedModel, TracedInputs
 from enginery.export.native.inputs import ModelInputs, describe_inputs, with_image_size
 from enginery.export.native.known_gaps import require_supported
-from enginery.export.native.lowering import Lowered, Route, lower
+from enginery.export.native.lowering import Lowered, Route, available_routes, lower
 from enginery.export.native.tasks import choose_outputs, choose_task
 from enginery.export.positions import find_length_limit
 from enginery.export.sentence_modules import write_module_weights
@@ -35,7 +35,7 @@ from enginery.runtime.pytorch.runner import TorchOptions, load_pytorch
 
 _GRAPH = "model.onnx"
 _ROUTES: dict[str, tuple[Route, ...]] = {"transformers": ("transformers",), "dynamo": ("dynamo",)}
-"""Exporter that the options name -> the route; the others try all that there are."""
+"""Exporter that the options name -> the route; `auto` tries all that there are."""
 _NOT_CHANGED = frozenset({"_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache"})
 """Keys that loading and tracing set, which are no settings of the model."""
 
@@ -151,6 +151,7 @@ def _lower_at(
             results = model(**feeds)
     except Exception as error:  # a model of any class may fail in any way
         raise ExportError(f"PyTorch rejects the example inputs: {first_line(error)}") from error
+    routes = _ROUTES.get(config.exporter, available_routes())
     lowered = lower(
         model,
         feeds,
@@ -158,7 +159,8 @@ def _lower_at(
         choose_outputs(model, task, results),
         path,
         opset=int(config.opset),
-        routes=_ROUTES.get(config.exporter, ()),
+        # Every attempt takes time, and images of one size are the rule.
+        routes=routes[:1] if inputs.takes_images else routes,
     )
     return lowered, TracedInputs({name: tuple(tensor.shape) for name, tensor in feeds.items()})
 
