@@ -25,7 +25,7 @@ from enginery.export.native.decoders import TracedGraph, export_decoder
 from enginery.export.native.encoder_decoders import export_encoder_decoder
 from enginery.export.native.inputs import ModelInputs, describe_inputs, with_image_size
 from enginery.export.native.known_gaps import require_supported
-from enginery.export.native.lowering import Route, lower
+from enginery.export.native.lowering import Route, available_routes, lower
 from enginery.export.native.tasks import choose_outputs, choose_task
 from enginery.export.positions import find_length_limit
 from enginery.export.sentence_modules import write_module_weights
@@ -38,7 +38,7 @@ from enginery.runtime.pytorch.runner import TorchOptions, load_pytorch
 
 _GRAPH = "model.onnx"
 _ROUTES: dict[str, tuple[Route, ...]] = {"transformers": ("transformers",), "dynamo": ("dynamo",)}
-"""Exporter that the options name -> the route; the others try all that there are."""
+"""Exporter that the options name -> the route; `auto` tries all that there are."""
 _NOT_CHANGED = frozenset({"_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache"})
 """Keys that loading and tracing set, which are no settings of the model."""
 
@@ -154,7 +154,9 @@ def _lower_at(
     Raises:
         ExportError: the model rejects the example inputs, or cannot be lowered.
     """
-    opset, routes = int(config.opset), _ROUTES.get(config.exporter, ())
+    opset, routes = int(config.opset), _ROUTES.get(config.exporter, available_routes())
+    if inputs.takes_images:
+        routes = routes[:1]  # every attempt takes time, and images of one size are the rule
     if task.endswith("-with-past"):
         if model.config.is_encoder_decoder:
             return export_encoder_decoder(model, inputs, out, opset=opset, routes=routes)

@@ -41,8 +41,6 @@ Dims = Mapping[str, Mapping[int, str]]
 
 _KINDS: tuple[DimKind, ...] = ("named", "dynamic", "auto")
 _DESCRIPTIONS = {"transformers": "transformers' exporter", "dynamo": "torch's dynamo exporter"}
-_MAY_BE_FIXED = frozenset({"height", "width"})
-"""Dims that the position embeddings of many models fix."""
 _HUGE = 1e6
 """Absolute value from which on a number stands for a masked one."""
 _TINY = 1e-6
@@ -61,7 +59,7 @@ class Lowered:
     dims: DimKind
     """How its dims were described to torch."""
     notes: tuple[str, ...] = ()
-    """The attempts that failed before, and why; dims that came out fixed."""
+    """The attempts that failed before, and why."""
 
     @property
     def description(self) -> str:
@@ -114,13 +112,13 @@ def lower(
         for route in routes or available_routes():
             for kind in _KINDS:
                 try:
-                    model, fixed = _attempt(module, feeds, dims, outputs, opset, route, kind)
+                    model = _attempt(module, feeds, dims, outputs, opset, route, kind)
                     write_graph(model, path)
                     _compare(path, smaller, expected)
                 except _LoweringError as error:
                     failures.append(f"{_DESCRIPTIONS[route]} with {kind} dims: {error}")
                     continue
-                return Lowered(route, kind, (*failures, *fixed))
+                return Lowered(route, kind, tuple(failures))
     raise ExportError(f"the model cannot be lowered to ONNX: {'; '.join(dict.fromkeys(failures))}.")
 
 
@@ -132,8 +130,8 @@ def _attempt(
     opset: int,
     route: Route,
     kind: DimKind,
-) -> tuple[ir.Model, list[str]]:
-    """Return a graph with the names that were asked for, and notes on dims that it fixes."""
+) -> ir.Model:
+    """Return a graph with the names that were asked for."""
     arguments = dict(zip(_identifiers(feeds), feeds.values(), strict=True))
     shapes = {
         argument: _shapes(dims.get(name, {}), kind)
@@ -148,7 +146,8 @@ def _attempt(
         raise _LoweringError(_first_line(error)) from error
     _remove_traces(model)
     _rename(model.graph, list(feeds), outputs)
-    return model, _name_dims(model, dims)
+    _name_dims(model, dims)
+    return model
 
 
 def _smaller_feeds(feeds: Mapping[str, torch.Tensor], dims: Dims) -> dict[str, torch.Tensor]:
@@ -378,46 +377,36 @@ def _rename(graph: ir.Graph, inputs: Sequence[str], outputs: Sequence[str]) -> N
         value.name = name
 
 
-def _name_dims(model: ir.Model, dims: Dims) -> list[str]:
-    """Give the dims of all values the names that were asked for; return notes on fixed ones.
+def _name_dims(model: ir.Model, dims: Dims) -> None:
+    """Give the dims of all values the names that were asked for.
 
     Raises:
-        _LoweringError: the exporter fixed a dim that must vary, or takes two for one.
+        _LoweringError: the exporter fixed a dim, or takes two for one.
     """
     names: dict[str, str] = {}
-    fixed: dict[str, int] = {}
     for value in model.graph.inputs:
+        if value.shape is None:
+            raise _LoweringError(f"the exporter gave the input {value.name} no shape")
+        shape = list(value.shape)
         for axis, name in dims.get(value.name or "", {}).items():
-            dim = value.shape[axis] if value.shape is not None else None
-            symbol = dim if isinstance(dim, int) else getattr(dim, "value", None)
-            if isinstance(symbol, int):
-                fixed[name] = symbol
-            elif symbol and _SYMBOL.fullmatch(symbol) and names.setdefault(symbol, name) != name:
+            dim = shape[axis]
+            if isinstance(dim, int):
+                raise _LoweringError(f"the exporter fixed {name} at {dim}, which must vary")
+            symbol = dim.value or ""
+            if _SYMBOL.fullmatch(symbol) and names.setdefault(symbol, name) != name:
                 raise _LoweringError(f"the exporter takes {names[symbol]} and {name} for one dim")
-    if wrong := sorted(set(fixed) - _MAY_BE_FIXED):
-        sizes = ", ".join(f"{name} at {fixed[name]}" for name in wrong)
-        raise _LoweringError(f"the exporter fixed {sizes}, which must vary")
+            shape[axis] = ir.SymbolicDim(name)
+        value.shape = ir.Shape(shape)
 
-    def renamed(dim: Any) -> Any:
-        text = None if isinstance(dim, int) else dim.value
-        if text is None:
+    def renamed(dim: int | ir.SymbolicDim) -> int | ir.SymbolicDim:
+        if isinstance(dim, int) or dim.value is None:
             return dim
-        return ir.SymbolicDim(_SYMBOL.sub(lambda match: names.get(match[0], match[0]), text))
+        return ir.SymbolicDim(_SYMBOL.sub(lambda match: names.get(match[0], match[0]), dim.value))
 
     for graph in model.graphs():
         for value in _values(graph):
-            if value.shape is not None:
+            if value.shape is not None and not value.is_graph_input():
                 value.shape = ir.Shape([renamed(dim) for dim in value.shape])
-    for value in model.graph.inputs:
-        axes = dims.get(value.name or "", {})
-        if value.shape is not None and axes:
-            shape = list(value.shape)
-            for axis, name in axes.items():
-                shape[axis] = shape[axis] if name in fixed else ir.SymbolicDim(name)
-            value.shape = ir.Shape(shape)
-    return [
-        f"{name} is fixed at {size}: the exporter allows no other" for name, size in fixed.items()
-    ]
 
 
 def _first_line(error: Exception) -> str:

@@ -1,0 +1,57 @@
+"""Models through the export and the validation, without Optimum."""
+
+import json
+
+import pytest
+
+from enginery import export_model, validate_model
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.errors import ExportError
+from enginery.core.json_file import read_json
+from tests.environments import needs_optimum, needs_transformers5
+from tests.tiny import with_more
+
+pytestmark = needs_transformers5
+
+KINDS = [
+    ("bert", "text-classification"),
+    ("modernbert", "fill-mask"),
+    ("deberta-v2", "token-classification"),
+    ("distilbert", "feature-extraction"),
+    ("roberta", "question-answering"),
+    ("vit", "image-classification"),
+    ("resnet", "image-classification"),
+    ("swin", "feature-extraction"),
+    ("wav2vec2", "automatic-speech-recognition"),
+    ("hubert", "audio-classification"),
+    ("clip", "zero-shot-image-classification"),
+    ("gpt2", "text-generation"),
+]
+
+
+def notes_of(artifact):
+    return artifact.manifest.stages[0].notes
+
+
+@pytest.mark.parametrize(
+    ("kind", "task"),
+    [
+        pytest.param(*pair, marks=() if pair[0] == "bert" else pytest.mark.more)
+        for pair in KINDS
+    ],
+)
+def test_model_is_exported_and_equals_pytorch(tiny_model, kind, task):
+    artifact = export_model(str(tiny_model(kind, task)), task=task)
+    assert any("exported by" in note for note in notes_of(artifact))
+    assert "exporter transformers: this environment has no Optimum" in notes_of(artifact)
+    assert artifact.manifest.graphs[0].opset == 20
+    report = validate_model(artifact, effort="quick")
+    assert report.passed, report.summary
+
+
+@pytest.mark.more
+def test_language_model_that_reranks(reranker):
+    artifact = export_model(str(reranker()))
+    assert artifact.manifest.task == "text-classification"
+    report = validate_model(artifact, effort="quick")
+    assert report.passed, report.summary
