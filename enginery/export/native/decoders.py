@@ -30,6 +30,8 @@ from enginery.export.generation import arrange_decoder, replace_graphs
 from enginery.export.graphs import TracedInputs
 from enginery.export.native.inputs import ModelInputs
 from enginery.export.native.lowering import Lowered, Route, lower
+from enginery.passes.generation.linear import remove_idle_reshapes
+from enginery.passes.generation.unattended import keep_unattended_rows
 from enginery.passes.ir.graph_file import read_graph
 from enginery.runtime.decoder_graphs import LOGITS, is_past, present_name
 from enginery.runtime.pytorch.answers import first_line
@@ -271,6 +273,8 @@ def finish_graph(out: Path, interface: GraphInterface, optional: Sequence[str] =
         if value.name in optional and not value.uses():
             graph.graph.inputs.remove(value)
     if LOGITS in outputs:
+        keep_unattended_rows(graph)
+        remove_idle_reshapes(graph)
         arrange_decoder(graph)
     replace_graphs(out, {interface.file: graph}, [interface.file])
 

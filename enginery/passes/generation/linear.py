@@ -54,6 +54,26 @@ def remove_row_reshapes(model: ir.Model) -> int:
     return len(matches)
 
 
+def remove_idle_reshapes(model: ir.Model) -> int:
+    """Remove Reshapes to the shape that a value has, by the names of its dims.
+
+    Returns:
+        The number of Reshapes that were removed.
+    """
+    idle = [
+        node
+        for node in model.graph
+        if node.op_type == "Reshape" and not node.outputs[0].is_graph_output()
+        if (dims := _dims(node.outputs[0])) and dims == _dims(node.inputs[0])
+    ]
+    for node in idle:
+        source = node.inputs[0]
+        if source is not None:
+            node.outputs[0].replace_all_uses_with(source)
+    RemoveUnusedNodesPass()(model)
+    return len(idle)
+
+
 def _states_before_rows(gemm: ir.Node) -> ir.Value | None:
     """Return the value of shape (batch, sequence, features) that a plain Gemm reads as rows."""
     # MatMul and Add have neither factors nor transposed operands.
