@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -108,7 +109,7 @@ def lower(
     failures: list[str] = []
     smaller = _smaller_feeds(feeds, dims)
     expected = _run_module(module, smaller, outputs)
-    with _exportable_experts(module):
+    with _exportable_experts(module), _symbolic_len(module):
         for route in routes or available_routes():
             for kind in _KINDS:
                 try:
@@ -270,6 +271,28 @@ def _exportable_experts(module: torch.nn.Module) -> Iterator[None]:
     finally:
         for model, implementation in zip(models, before, strict=True):
             model.set_experts_implementation(implementation)
+
+
+@contextmanager
+def _symbolic_len(module: torch.nn.Module) -> Iterator[None]:
+    """Let `len(tensor)` in the code of models be a dim, as `tensor.shape[0]` is.
+
+    Python's own function returns an integer, which fixes the batch of RT-DETR and others.
+    """
+
+    def length(value: Any) -> Any:
+        return value.shape[0] if isinstance(value, torch.Tensor) else len(value)
+
+    names = {type(part).__module__ for part in module.modules()}
+    own = [sys.modules[name] for name in names if not name.startswith("torch.")]
+    shadowed = [code for code in own if "len" not in vars(code)]
+    for code in shadowed:
+        code.len = length  # type: ignore[attr-defined]  # found before the builtin one
+    try:
+        yield
+    finally:
+        for code in shadowed:
+            del code.len  # type: ignore[attr-defined]
 
 
 @contextmanager

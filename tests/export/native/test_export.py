@@ -1,15 +1,9 @@
 """Models through the export and the validation, without Optimum."""
 
-import json
-
 import pytest
 
 from enginery import export_model, validate_model
-from enginery.core.artifact.artifact import Artifact
-from enginery.core.errors import ExportError
-from enginery.core.json_file import read_json
-from tests.environments import needs_optimum, needs_transformers5
-from tests.tiny import with_more
+from tests.environments import needs_transformers5
 
 pytestmark = needs_transformers5
 
@@ -35,10 +29,7 @@ def notes_of(artifact):
 
 @pytest.mark.parametrize(
     ("kind", "task"),
-    [
-        pytest.param(*pair, marks=() if pair[0] == "bert" else pytest.mark.more)
-        for pair in KINDS
-    ],
+    [pytest.param(*pair, marks=() if pair[0] == "bert" else pytest.mark.more) for pair in KINDS],
 )
 def test_model_is_exported_and_equals_pytorch(tiny_model, kind, task):
     artifact = export_model(str(tiny_model(kind, task)), task=task)
