@@ -304,7 +304,7 @@ def _symbolic_len(module: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         for code in shadowed:
-            del code.len  # type: ignore[attr-defined]
+            del code.len
 
 
 @contextmanager
