@@ -296,7 +296,7 @@ def _symbolic_len(module: torch.nn.Module) -> Iterator[None]:
         return value.shape[0] if isinstance(value, torch.Tensor) else len(value)
 
     names = {type(part).__module__ for part in module.modules()}
-    own = [sys.modules[name] for name in names if not name.startswith("torch.")]
+    own = [sys.modules[n] for n in names if n in sys.modules and not n.startswith("torch.")]
     shadowed = [code for code in own if "len" not in vars(code)]
     for code in shadowed:
         code.len = length  # type: ignore[attr-defined]  # found before the builtin one
