@@ -100,6 +100,8 @@ class ExportedModel:
     """True if Optimum's registry has chosen the outputs for the model type and the task."""
     length_limit: int | None = None
     """Longest input, in tokens, for which the graphs do what the model does; None for its own."""
+    exporter: str = ""
+    """The exporter that `auto` stands for, or that the options name; empty for an .onnx file."""
     imported: str = ""
     """The name of the .onnx file that was imported, for messages; empty for other models."""
 

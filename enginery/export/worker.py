@@ -57,6 +57,7 @@ def handle_request(values: dict[str, Any]) -> dict[str, Any]:
         precision=precision,
         graphs=[record.model_dump(mode="json") for record in records],
         notes=exported.notes,
+        exporter=exported.exporter or request.config.exporter,
         length_limit=exported.length_limit,
         peak_rss_bytes=peak_rss_bytes(),
     )
@@ -86,6 +87,7 @@ def _trace(request: WorkerRequest, out: Path) -> ExportedModel:
         name, reason = _choose_exporter(source, config, exporters)
         options = {"vocoder": vocoder} if name == "optimum" else {}
         exported = exporters[name](source, config, out, pickled=request.pickled, **options)
+    exported.exporter = name
     if reason:
         exported.notes.append(f"exporter {name}: {reason}")
     return exported

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from enginery.core.errors import ExportError, SourceError
+from enginery.core.json_file import read_json
 from enginery.core.model.feeds import FeedLimits, make_feeds
-from enginery.core.model.files import ModelConfig, PreprocessorConfig
+from enginery.core.model.files import ImageSize, ModelConfig, PreprocessorConfig
 from enginery.core.shapes import TensorSpec, dynamic_dims
 from enginery.export.model_inputs import TYPES, compare_inputs
 from enginery.runtime.image.processor import PIXEL_MASK, PIXELS
@@ -28,6 +29,8 @@ _IMAGE_SIZES = ("height", "width")
 _TOWERS = ("feature-extraction", "zero-shot-image-classification", "zero-shot-object-detection")
 """Tasks whose model compares texts with images, as many of each as one likes."""
 _FLOATS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+_LAYOUTLMV3_EDGE = 224
+"""Height and width of LayoutLMv3's images, unless its config.json has an `input_size`."""
 _ROWS, _LENGTH = 3, 13
 """Example sizes: torch takes 0 and 1 for constants and equal sizes for one dim, and a model may
 compute with another path at a multiple of its window, chunk or patch grid."""
@@ -124,7 +127,7 @@ def _known_inputs(model: Any, task: str, settings: ModelConfig) -> dict[str, Ten
         TensorSpec(TYPES, "int64", tokens),
         TensorSpec("position_ids", "int64", tokens),
         TensorSpec("input_values", floats, _sound_dims(merged)),
-        TensorSpec("input_features", floats, _spectrogram_dims(merged)),
+        TensorSpec("input_features", floats, _spectrogram_dims(model, merged)),
     ]
     return {spec.name: spec for spec in specs}
 
@@ -136,9 +139,10 @@ def _sound_dims(merged: ModelConfig) -> tuple[str | int, ...]:
     return _TOKENS
 
 
-def _spectrogram_dims(merged: ModelConfig) -> tuple[str | int, ...]:
+def _spectrogram_dims(model: Any, merged: ModelConfig) -> tuple[str | int, ...]:
     """Return the dims of a spectrogram: Whisper's has a fixed length, and its bins come first."""
-    bins = merged.num_mel_bins or "feature"
+    configs = [vars(part).get("config") for part in model.modules()]
+    bins = next(filter(None, (getattr(c, "num_mel_bins", None) for c in configs)), "feature")
     if merged.max_source_positions:
         return ("batch", bins, 2 * merged.max_source_positions)
     return ("batch", "frames", bins)
@@ -205,6 +209,9 @@ def _example_length(shortest: int, longest: int) -> int:
 
 def with_image_size(settings: ModelConfig, source: Path) -> ModelConfig:
     """Return the config with an `image_size`: its own, or that of the image processor."""
+    if settings.model_type == "layoutlmv3":
+        edge = read_json(source / ModelConfig.FILE).get("input_size", _LAYOUTLMV3_EDGE)
+        return settings.model_copy(update={"image_size": ImageSize(edge=edge)})
     merged = settings.merged()
     if merged.image_size is not None or not merged.num_channels:
         return settings

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from enginery.core.errors import ExportError
 
-_BY_TYPE: Mapping[str, str] = {}
+_PATCHES = "its images are patches of any number with their shapes, which no processor here makes"
+_BY_TYPE: Mapping[str, str] = {"siglip2": _PATCHES, "siglip2_vision_model": _PATCHES}
 _BY_TASK: Mapping[str, str] = {
     "image-text-to-text": "a model of images and texts has to be exported in parts",
     "text-to-audio": "a model that speaks has to be exported in parts",

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -41,6 +42,7 @@ Dims = Mapping[str, Mapping[int, str]]
 
 _KINDS: tuple[DimKind, ...] = ("named", "dynamic", "auto")
 _DESCRIPTIONS = {"transformers": "transformers' exporter", "dynamo": "torch's dynamo exporter"}
+_IMAGE_SIZES = ("height", "width")
 _HUGE = 1e6
 """Absolute value from which on a number stands for a masked one."""
 _TINY = 1e-6
@@ -108,9 +110,9 @@ def lower(
     failures: list[str] = []
     smaller = _smaller_feeds(feeds, dims)
     expected = _run_module(module, smaller, outputs)
-    with _exportable_experts(module):
+    with _exportable_experts(module), _symbolic_len(module):
         for route in routes or available_routes():
-            for kind in _KINDS:
+            for kind in _kinds(dims):
                 try:
                     model = _attempt(module, feeds, dims, outputs, opset, route, kind)
                     write_graph(model, path)
@@ -120,6 +122,16 @@ def lower(
                     continue
                 return Lowered(route, kind, tuple(failures))
     raise ExportError(f"the model cannot be lowered to ONNX: {'; '.join(dict.fromkeys(failures))}.")
+
+
+def _kinds(dims: Dims) -> tuple[DimKind, ...]:
+    """Return how dims are described, in the order of attempts.
+
+    Images are not left to AUTO: what it fixes of their size is found only by running the graph, and
+    each attempt takes a detector minutes.
+    """
+    names = {name for axes in dims.values() for name in axes.values()}
+    return _KINDS[:2] if names & set(_IMAGE_SIZES) else _KINDS
 
 
 def _attempt(
@@ -158,7 +170,8 @@ def _smaller_feeds(feeds: Mapping[str, torch.Tensor], dims: Dims) -> dict[str, t
         for axis, name in axes.items()
         if dim_terms(name) == [name]
     }
-    steps = {"height": 32, "width": 64}  # less than a patch would be no other grid
+    # Less than a patch would be no other grid.
+    steps = dict(zip(_IMAGE_SIZES, (32, 64), strict=True))
     smaller = {
         name: max(1, size - steps[name] if name in steps else size * 2 // 3)
         for name, size in sizes.items()
@@ -270,6 +283,28 @@ def _exportable_experts(module: torch.nn.Module) -> Iterator[None]:
     finally:
         for model, implementation in zip(models, before, strict=True):
             model.set_experts_implementation(implementation)
+
+
+@contextmanager
+def _symbolic_len(module: torch.nn.Module) -> Iterator[None]:
+    """Let `len(tensor)` in the code of models be a dim, as `tensor.shape[0]` is.
+
+    Python's own function returns an integer, which fixes the batch of RT-DETR and others.
+    """
+
+    def length(value: Any) -> Any:
+        return value.shape[0] if isinstance(value, torch.Tensor) else len(value)
+
+    names = {type(part).__module__ for part in module.modules()}
+    own = [sys.modules[n] for n in names if n in sys.modules and not n.startswith("torch.")]
+    shadowed = [code for code in own if "len" not in vars(code)]
+    for code in shadowed:
+        code.len = length  # type: ignore[attr-defined]  # found before the builtin one
+    try:
+        yield
+    finally:
+        for code in shadowed:
+            del code.len
 
 
 @contextmanager

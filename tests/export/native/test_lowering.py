@@ -95,6 +95,18 @@ def test_output_that_is_an_input_or_another_output_keeps_its_name(tmp_path):
 
 
 @pytest.mark.parametrize("route", available_routes())
+def test_length_of_a_tensor_is_a_dim(tmp_path, route):
+    class Length(torch.nn.Module):
+        def forward(self, x):
+            return {"y": x * torch.ones(len(x), 1), "z": x.new_zeros(len([1, 2]))}
+
+    feeds, path = {"x": torch.randn(3, 5)}, tmp_path / "model.onnx"
+    lowered = lower(Length(), feeds, {"x": TOKENS}, ["y", "z"], path, opset=20, routes=(route,))
+    assert lowered.dims == "named"
+    assert "len" not in globals()
+
+
+@pytest.mark.parametrize("route", available_routes())
 def test_number_of_rows_that_a_module_takes_for_a_constant_is_an_error(tmp_path, route):
     class Rows(torch.nn.Module):
         def forward(self, x):
