@@ -88,7 +88,7 @@ def test_reshapes_to_the_shape_that_a_value_has_are_removed(dims, count):
     body = ["shape = Identity (fixed)", "h = Reshape (x, shape)", "y = Relu (h)"]
     model = ir.from_onnx_text(text.replace("BODY", "\n".join(body)))
     assert remove_idle_reshapes(model) == count
-    assert any(node.op_type == "Reshape" and node.outputs[0].uses() for node in model.graph) != count
+    assert any(node.op_type == "Reshape" for node in model.graph) != bool(count)
 
 
 def test_every_linear_layer_of_gpt2_is_one_product(tiny_model, home, tmp_path):
