@@ -247,7 +247,10 @@ class TorchAnswers:
         return embed
 
     def _run_tensors(self, item: Item) -> RawAnswer:
-        outputs = self._run_model(self.prepare(item))
+        # A cache is no output of a graph.
+        outputs = {
+            n: v for n, v in self._run_model(self.prepare(item)).items() if torch.is_tensor(v)
+        }
         return RawAnswer(arrays={name: _array(value) for name, value in outputs.items()})
 
     def prepare(self, item: Item) -> dict[str, Any]:

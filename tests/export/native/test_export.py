@@ -19,7 +19,6 @@ KINDS = [
     ("swin", "feature-extraction"),
     ("wav2vec2", "automatic-speech-recognition"),
     ("hubert", "audio-classification"),
-    ("clip", "zero-shot-image-classification"),
     ("gpt2", "text-generation"),
 ]
 
