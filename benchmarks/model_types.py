@@ -367,11 +367,9 @@ def save_model(kind: str, task: str, directory: Path) -> Path:
     if task == known["task"]:
         made = getattr(transformers, known["class"])
     else:
-        from optimum.exporters.tasks import TasksManager
+        from enginery.runtime.pytorch.classes import class_for_task
 
-        made = TasksManager.get_model_class_for_task(
-            task.removesuffix("-with-past"), "pt", model_type=kind, library="transformers"
-        )
+        made = class_for_task(task, config)
     if known["task"].startswith("text-generation") and not task.startswith("text-generation"):
         # The main class of BART's type and others is the decoder alone.
         usual = type(config)()

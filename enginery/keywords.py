@@ -36,8 +36,10 @@ class ExportKeywords(TypedDict, total=False):
     """The channels of images for an .onnx file. The default is rgb, and gray for one channel."""
     dtype: Literal["fp32", "fp16", "bf16"]
     """The type in which the model's weights are loaded and exported."""
-    exporter: Literal["optimum", "dynamo"]
-    """`dynamo` is torch's exporter, for models that Optimum's registry does not have."""
+    exporter: Literal["auto", "optimum", "transformers", "dynamo"]
+    """`optimum` needs transformers 4.57, `transformers` is the exporter of transformers 5, and
+    `dynamo` is torch's own. `auto` is Optimum where it is installed and has the model's type, and
+    else the first of the others that writes a graph equal to the model."""
     device: str
     """The device on which PyTorch traces the model: cpu, cuda or cuda:N."""
     trust_remote_code: bool

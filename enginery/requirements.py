@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from enginery.core.versions import TRANSFORMERS5, transformers_family
 from enginery.engine.config import BuildConfig
 from enginery.export.config import ExportConfig
 from enginery.optimize.config import OptimizeConfig
@@ -41,7 +42,8 @@ PURPOSES = {
 """Stage or command -> start of the message."""
 
 _GRAPHS = ("onnx", "onnx_ir")
-_PYTORCH = ("torch", "transformers", "optimum")
+_PYTORCH = ("torch", "transformers")
+_OPTIMUM = ("optimum",)
 _ROWS = ("pyarrow", "orjson")
 _FOLDING = "onnxscript"
 
@@ -79,10 +81,13 @@ def _packages(stage: str, options: Any, *, is_onnx: bool) -> _Packages:
     rows = _ROWS if getattr(options, "data", "") else ()
     match stage, options:
         case "export", ExportConfig():
-            traced = _PYTORCH if options.exporter == "optimum" else (*_PYTORCH, _FOLDING)
+            exporter = options.exporter
+            if exporter == "auto" and transformers_family() != TRANSFORMERS5:
+                exporter = "optimum"
+            traced = (*_PYTORCH, *(_OPTIMUM if exporter == "optimum" else (_FOLDING,)))
             return _Packages((ONNXRUNTIME, *_GRAPHS, *(() if is_onnx else traced)))
         case "optimize", OptimizeConfig():
-            fused = () if options.target == "tensorrt" else _PYTORCH
+            fused = () if options.target == "tensorrt" else (*_PYTORCH, *_OPTIMUM)
             return _Packages((ONNXRUNTIME, *_GRAPHS, _FOLDING, *fused), rows)
         case "quantize", QuantizeConfig():
             trials = list_capabilities(options) and options.scheme != "dynamic"

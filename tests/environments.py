@@ -12,8 +12,18 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from enginery.core.versions import OPTIMUM, TRANSFORMERS5, transformers_family
+
+needs_optimum = pytest.mark.skipif(
+    transformers_family() != OPTIMUM, reason="needs Optimum and transformers 4.57: enginery[export]"
+)
+needs_transformers5 = pytest.mark.skipif(
+    transformers_family() != TRANSFORMERS5, reason="needs enginery[transformers5]"
+)
 
 ROOT = Path(__file__).parents[1]
 METADATA = (

@@ -37,13 +37,19 @@ MODULES = (
 
 _PRELOADED = (
     "transformers.models.auto.modeling_auto",
-    "optimum.exporters.onnx",
-    "enginery.export.optimum",
+    "enginery.export.native.export",
     "enginery.export.graphs",
     "enginery.runtime.pytorch.runner",
     "enginery.runtime.tensorrt.worker",
     "tests.faults.file_operations",
 )
+_OF_ONE_FAMILY = (
+    "optimum.exporters.onnx",
+    "enginery.export.optimum",
+    "transformers.exporters",
+    "tensorrt_rtx_bindings",
+)
+"""Modules that not every environment has."""
 
 
 @contextmanager
@@ -111,8 +117,9 @@ def serve(path: str) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     for name in _PRELOADED:
         importlib.import_module(name)
-    with suppress(ImportError):  # not installed
-        importlib.import_module("tensorrt_rtx_bindings")
+    for name in _OF_ONE_FAMILY:
+        with suppress(ImportError):
+            importlib.import_module(name)
     gc.freeze()
     selector = selectors.DefaultSelector()
     listener = socket.socket(socket.AF_UNIX)

@@ -25,6 +25,7 @@ from enginery.core.artifact.artifact import Artifact, commit_artifact, staging
 from enginery.core.artifact.manifest import Manifest, StageRecord
 from enginery.core.json_file import json_bytes, read_json
 from enginery.core.model.source import resolve_source
+from enginery.core.versions import TRANSFORMERS5, transformers_family
 
 CACHE: Path | None = None
 """Directory of the artifacts that all processes of a test run share; None to share none."""
@@ -347,7 +348,7 @@ def save_tiny(kind: str, task: str, directory: Path, **config: Any) -> Path:
 def tiny_artifact(
     kind: str, task: str, directory: Path, *, source: Path | None = None, **config: Any
 ) -> Artifact:
-    """Return an artifact: a tiny model (or the model directory `source`) exported by Optimum.
+    """Return an artifact: a tiny model (or the model directory `source`) and its graphs.
 
     This is the exporter's core alone: no child process, no probing of dims. A model without a
     `source` is exported once for all processes of a test run, and copied. Its source is shared, so
@@ -369,24 +370,16 @@ def tiny_artifact(
 
 
 def _export(source: Path, task: str, directory: Path) -> Artifact:
-    """Export a model directory."""
-    from optimum.exporters.onnx import main_export
-
+    """Export a model directory with what this environment has."""
     from enginery.export.graphs import fix_dims, float_precision, name_dims, record_graph
-    from enginery.export.side_files import copy_side_files
 
+    write = _export_with_transformers
+    if transformers_family() != TRANSFORMERS5:
+        write = _export_with_optimum
     settings = read_json(source / "config.json")
     with staging(directory) as staged, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the tracer's, about code that is not ours
-        main_export(
-            str(source),
-            output=staged,
-            task=task,
-            opset=20,
-            do_validation=False,
-            library_name="transformers",
-        )
-        copy_side_files(source, staged, code=False)
+        write(source, task, staged)
         channels = settings.get("num_channels")
         graphs = sorted(staged.rglob("*.onnx"))
         for graph in graphs:
@@ -418,6 +411,30 @@ def _export(source: Path, task: str, directory: Path) -> Artifact:
         )
         commit_artifact(staged, manifest)
     return Artifact.open(directory)
+
+
+def _export_with_optimum(source: Path, task: str, out: Path) -> None:
+    from optimum.exporters.onnx import main_export
+
+    from enginery.export.side_files import copy_side_files
+
+    main_export(
+        str(source),
+        output=out,
+        task=task,
+        opset=20,
+        do_validation=False,
+        library_name="transformers",
+    )
+    copy_side_files(source, out, code=False)
+
+
+def _export_with_transformers(source: Path, task: str, out: Path) -> None:
+    from enginery.export.config import ExportConfig
+    from enginery.export.native.export import export_with_transformers
+
+    config = ExportConfig(task=task, opset=20)
+    export_with_transformers(source, config, out, pickled=False)
 
 
 def _save_tokenizer(kind: str, directory: Path) -> dict[str, Any]:
@@ -544,9 +561,9 @@ def _post_processor(kind: str, specials: tuple[str, ...], by_role: dict[str, str
         )
     cls, sep = by_role["cls_token"], by_role["sep_token"]
     if specials == _ROBERTA:
-        return processors.RobertaProcessing(
-            sep=(sep, specials.index(sep)), cls=(cls, specials.index(cls)), add_prefix_space=False
-        )
+        # By position: releases of tokenizers have other names for them.
+        pieces = ((sep, specials.index(sep)), (cls, specials.index(cls)))
+        return processors.RobertaProcessing(*pieces, add_prefix_space=False)
     pair = f"{cls} $A {sep} $B:1 {sep}:1"
     if kind == "mpnet":
         pair = f"{cls} $A {sep} {sep} $B {sep}"

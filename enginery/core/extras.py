@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from enginery.core.errors import MissingPackageError
+from enginery.core.versions import installed_version, other_export_extra
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -142,16 +143,6 @@ def missing_package(error: ImportError, purpose: str) -> MissingPackageError | N
     return None
 
 
-def installed_version(package: str) -> str:
-    """Return the version of an installed package, or an empty text."""
-    from importlib import metadata
-
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
 def own_requirements() -> Iterator[tuple[str, Requirement]]:
     """Yield enginery's requirements that apply to this system, each with its extra.
 
@@ -227,7 +218,7 @@ def _requirements_of(module: str) -> list[tuple[str, Requirement]]:
     return [
         (extra, requirement)
         for extra, requirement in own_requirements()
-        if extra not in NOT_FOR_USERS
+        if extra not in (*NOT_FOR_USERS, other_export_extra())
         and (
             _normalized(requirement.name) == name
             or (name == _ONNXRUNTIME and extra in ONNXRUNTIME_EXTRAS)
@@ -253,7 +244,7 @@ def _install_command(packages: Sequence[str], extra: str) -> str:
     """Return what to type to install packages: the fewest and smallest extras that have them."""
     by_extra: dict[str, set[str]] = {}
     for name, requirement in own_requirements():
-        if name not in NOT_FOR_USERS:
+        if name not in (*NOT_FOR_USERS, other_export_extra()):
             by_extra.setdefault(name, set()).add(_normalized(requirement.name))
     builds = [name for name in ONNXRUNTIME_EXTRAS if name in by_extra]
     needed = set(packages) - by_extra.get("", set())

@@ -15,11 +15,11 @@ from enginery.core.extras import (
     NOT_FOR_USERS,
     ONNXRUNTIME_EXTRAS,
     PYPROJECT,
-    installed_version,
     own_requirements,
     requirements,
 )
 from enginery.core.onnxruntime_builds import OnnxRuntimeBuild, installed_onnxruntimes
+from enginery.core.versions import installed_version, other_export_extra
 from enginery.doctor.report import Finding, PackageStatus, absent_extras
 from enginery.runtime.providers.availability import (
     cuda_major,
@@ -75,8 +75,9 @@ def _own_packages() -> list[PackageStatus]:
     statuses = []
     builds = installed_onnxruntimes()
     imported = [build.name for build in builds if build.directory == builds[0].directory]
+    left_out = (*NOT_FOR_USERS, other_export_extra())
     for extra, requirement in own_requirements():
-        if extra in NOT_FOR_USERS or requirement.name == "enginery":
+        if extra in left_out or requirement.name == "enginery":
             continue
         version = installed_version(requirement.name)
         fits = bool(version) and requirement.specifier.contains(version, prereleases=True)

@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from enginery.core.extras import installed_version
 from enginery.core.progress import SILENT, Progress
+from enginery.core.versions import installed_version
 from enginery.doctor.advice import check_settings
 from enginery.doctor.config import DoctorConfig
 from enginery.doctor.machine import examine_machine, machine_findings

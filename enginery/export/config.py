@@ -46,8 +46,10 @@ class ExportConfig:
     """The channels of images for an .onnx file. The default is rgb, and gray for one channel."""
     dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
     """The type in which the model's weights are loaded and exported."""
-    exporter: Literal["optimum", "dynamo"] = "optimum"
-    """`dynamo` is torch's exporter, for models that Optimum's registry does not have."""
+    exporter: Literal["auto", "optimum", "transformers", "dynamo"] = "auto"
+    """`optimum` needs transformers 4.57, `transformers` is the exporter of transformers 5, and
+    `dynamo` is torch's own. `auto` is Optimum where it is installed and has the model's type, and
+    else the first of the others that writes a graph equal to the model."""
     device: str = "cpu"
     """The device on which PyTorch traces the model: cpu, cuda or cuda:N."""
     trust_remote_code: bool = False
@@ -82,7 +84,7 @@ def check_options(config: ExportConfig, *, is_onnx: bool = False) -> None:
             option="opset",
         )
     for name in config.model_kwargs:
-        if name != "vocoder" or is_onnx or config.exporter == "dynamo":
+        if name != "vocoder" or is_onnx or config.exporter not in ("auto", "optimum"):
             raise OptionError(
                 f"option 'model_kwargs' has '{name}', but it can only have 'vocoder', for models "
                 "that Optimum exports.",
@@ -117,7 +119,7 @@ def check_options(config: ExportConfig, *, is_onnx: bool = False) -> None:
         raise OptionError(
             "option 'dtype' is bf16: Optimum runs the graph while it exports, and ONNX Runtime has "
             "no BF16 kernels on the CPU.",
-            do="Use --device cuda or --exporter dynamo.",
+            do="Use --device cuda, or leave --exporter out.",
             option="dtype",
         )
 

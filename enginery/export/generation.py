@@ -1,4 +1,4 @@
-"""Arrange the graphs that Optimum exports for generation.
+"""Arrange the graphs of a model with a cache for generation.
 
 A decoder computes the logits of the last position alone, and its linear layers without reshaping
 to rows. Of an encoder-decoder there are two graphs in place of three: the encoder also computes the
@@ -23,8 +23,9 @@ from enginery.passes.ir.graph_file import read_graph, write_graph
 from enginery.passes.ir.nodes import infer_types
 from enginery.runtime.decoder_graphs import ENCODER_STATES, is_cross_attention, is_present
 
-_ENCODER = "encoder_model.onnx"
-_FIRST, _STEP = "decoder_model.onnx", "decoder_with_past_model.onnx"
+ENCODER, STEP = "encoder_model.onnx", "decoder_with_past_model.onnx"
+"""The graphs of an encoder-decoder that generates."""
+_FIRST = "decoder_model.onnx"
 
 
 def arrange_for_generation(directory: Path) -> list[str]:
@@ -36,14 +37,12 @@ def arrange_for_generation(directory: Path) -> list[str]:
     files = list_graphs(directory)
     if len(files) == 1:
         model = read_graph(directory / files[0])
-        infer_types(model)
-        keep_last_position(model)
-        remove_row_reshapes(model)
-        _replace(directory, {files[0]: model}, files)
+        arrange_decoder(model)
+        replace_graphs(directory, {files[0]: model}, files)
         return []
-    if files != sorted((_ENCODER, _FIRST, _STEP)):
+    if files != sorted((ENCODER, _FIRST, STEP)):
         return [f"graphs are Optimum's: expected an encoder and decoders, found {', '.join(files)}"]
-    encoder, first, step = (read_graph(directory / name) for name in (_ENCODER, _FIRST, _STEP))
+    encoder, first, step = (read_graph(directory / name) for name in (ENCODER, _FIRST, STEP))
     cross = [
         value.name
         for value in first.graph.outputs
@@ -55,11 +54,18 @@ def arrange_for_generation(directory: Path) -> list[str]:
     except UnknownPathError as error:
         return [f"graphs are Optimum's: the keys of the cross-attention depend on {error}"]
     keep_last_position(step)
-    _replace(directory, {_ENCODER: encoder, _STEP: step}, files)
+    replace_graphs(directory, {ENCODER: encoder, STEP: step}, files)
     return []
 
 
-def _replace(directory: Path, models: Mapping[str, ir.Model], old: Iterable[str]) -> None:
+def arrange_decoder(model: ir.Model) -> None:
+    """Let a decoder compute the logits of the last position alone, without reshaping to rows."""
+    infer_types(model)
+    keep_last_position(model)
+    remove_row_reshapes(model)
+
+
+def replace_graphs(directory: Path, models: Mapping[str, ir.Model], old: Iterable[str]) -> None:
     """Write graphs in place of old ones, from which weights may still be read."""
     with tempfile.TemporaryDirectory(dir=directory) as folder:
         for name, model in models.items():

@@ -100,6 +100,8 @@ class ExportedModel:
     """True if Optimum's registry has chosen the outputs for the model type and the task."""
     length_limit: int | None = None
     """Longest input, in tokens, for which the graphs do what the model does; None for its own."""
+    exporter: str = ""
+    """The exporter that `auto` stands for, or that the options name; empty for an .onnx file."""
     imported: str = ""
     """The name of the .onnx file that was imported, for messages; empty for other models."""
 
@@ -144,7 +146,7 @@ def finish_graphs(exported: ExportedModel, out: Path) -> tuple[list[GraphRecord]
         if precisions[-1] == "bf16":
             notes = [f"{name} did not run: ONNX Runtime has no BF16 kernels on the CPU"]
         else:
-            session = _open(path, name)
+            session = open_session(path, name)
             record, notes = probe_dims(path, record, limits, samples, name=name, session=session)
             # Dynamic INT8 takes its scales from the whole batch, with any padding.
             if "generation" not in exported.task and "DynamicQuantizeLinear" not in op_types:
@@ -411,7 +413,7 @@ def probe_dims(
         ExportError: ONNX Runtime cannot load the graph.
     """
     name = name or path.name
-    session = session or _open(path, name)
+    session = session or open_session(path, name)
     if any(spec.dtype in ("string", "bfloat16") for spec in record.inputs):
         return record, []
     base = base_sizes(record, limits, samples)
@@ -582,7 +584,12 @@ def _axis_name(axis: int, rank: int) -> str:
     return "sequence" if axis == 1 else f"dim_{axis}"
 
 
-def _open(path: Path, name: str) -> Any:
+def open_session(path: Path, name: str) -> Any:
+    """Load a graph for the CPU as it is, without optimizations.
+
+    Raises:
+        ExportError: ONNX Runtime cannot load it.
+    """
     import onnxruntime as ort
 
     options = ort.SessionOptions()

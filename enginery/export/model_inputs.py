@@ -22,6 +22,7 @@ import transformers
 from enginery.core.errors import ExportError
 from enginery.core.model.files import PreprocessorConfig
 from enginery.runtime.image.processor import PIXEL_MASK
+from enginery.runtime.pytorch.side_files import load_pillow_processor
 
 TYPES = "token_type_ids"
 _TOKENS = frozenset({"input_ids", "attention_mask", TYPES, "position_ids"})
@@ -110,9 +111,7 @@ def _compare_pixels(model: Any, source: Path) -> InputChanges:
     if PIXEL_MASK not in accepted or not (source / PreprocessorConfig.FILE).is_file():
         return InputChanges()
     try:
-        processor = transformers.AutoImageProcessor.from_pretrained(
-            str(source), use_fast=False, local_files_only=True
-        )
+        processor = load_pillow_processor(source)
     except Exception:  # pictures are then refused by the runtime, too
         return InputChanges()
     generator = np.random.default_rng(0)

@@ -38,13 +38,15 @@ from enginery.export.encoder_configs import encoder_config, needs_encoder_config
 from enginery.export.generation import arrange_for_generation
 from enginery.export.graphs import ExportedModel, TracedInputs, list_graphs
 from enginery.export.model_inputs import TYPES, InputChanges, compare_inputs
+from enginery.export.native.export import has_soft_cap
+from enginery.export.native.inputs import with_image_size
+from enginery.export.native.tasks import choose_task
 from enginery.export.positions import find_length_limit
 from enginery.export.sentence_modules import write_module_weights
 from enginery.export.side_files import copy_side_files, require_equal_processor
-from enginery.export.tasks import inferred_task
 from enginery.export.tokenizer import write_tokenizer
 from enginery.export.used_weights import UsedWeights
-from enginery.export.vocabulary import check_vocabulary, embedding_rows
+from enginery.export.vocabulary import check_vocabulary, embedding_rows, require_padding_token
 from enginery.runtime.image.processor import PIXEL_MASK
 from enginery.runtime.pytorch.classes import default_class, feature_class
 from enginery.runtime.pytorch.config import load_config
@@ -75,7 +77,9 @@ def export_with_optimum(
     settings = ModelConfig.read(source, error=SourceError)
     library = "timm" if settings.architecture else "transformers"
     model_type = settings.model_type or library
-    task = choose_task(config.task, settings)
+    task = choose_task(
+        config.task, settings, supported=_tasks_of_type(settings.model_type), exporter="Optimum"
+    )
     if library == "transformers" and not _is_encoder(source, config, task):
         task = _supported_task(
             model_type,
@@ -159,7 +163,7 @@ def _export(
     if task == "text-classification":
         require_padding_token(model, source, trust_remote_code=config.trust_remote_code)
     model.config.use_cache = task.endswith("with-past")
-    if _has_soft_cap(model.config):
+    if has_soft_cap(model.config):
         model.set_attn_implementation("eager")  # the others leave the soft cap out
     settings = with_image_size(ModelConfig.read(source, error=SourceError), source)
     limits = FeedLimits.from_config(settings)
@@ -195,6 +199,17 @@ def _export(
             custom_onnx_configs={"model": encoder} if encoder is not None else None,
             **shapes,
         )
+
+
+def obstacle_of_type(source: Path, config: ExportConfig) -> str:
+    """Return why Optimum cannot export a model of a type that transformers can load, or nothing."""
+    settings = ModelConfig.read(source, error=SourceError)
+    model_type = settings.model_type
+    is_known = settings.architecture or _tasks_of_type(model_type)
+    can_load = model_type in CONFIG_MAPPING or config.trust_remote_code
+    if is_known or not can_load or _is_encoder(source, config, "feature-extraction"):
+        return ""
+    return f"Optimum's registry has no model type '{model_type}'"
 
 
 def _is_encoder(source: Path, config: ExportConfig, task: str) -> bool:
@@ -251,12 +266,6 @@ def _check_vocoder(model_type: str, vocoder: Path | None) -> None:
         do="Leave it out.",
         option="model_kwargs",
     )
-
-
-def _has_soft_cap(config: Any) -> bool:
-    """Return True if attention scores are capped, as in Gemma 2."""
-    parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
-    return any(getattr(part, "attn_logit_softcapping", None) for part in parts)
 
 
 @contextmanager
@@ -442,33 +451,6 @@ def _drop_unnamed_outputs(path: Path) -> list[str]:
     return [f"{path.name}: dropped the outputs {names}, which no task has"]
 
 
-def require_padding_token(model: Any, source: Path, *, trust_remote_code: bool) -> None:
-    """Raise ExportError if a classifier has no padding token, or its texts end with it.
-
-    Without a `pad_token_id` in config.json, transformers reads the last token of a text alone, and
-    the classifier of a graph the last one that is not the tokenizer's padding token.
-    """
-    if getattr(model.config, "pad_token_id", None) is None:
-        raise ExportError(
-            f"a text classifier needs a padding token, but neither config.json nor the tokenizer "
-            f"of {source} has one.",
-            do="Set pad_token_id in config.json.",
-        )
-    loaded = load_config(source, trust_remote_code=trust_remote_code)
-    if getattr(loaded.config, "pad_token_id", None) is not None:
-        return
-    tokenizer = transformers.AutoTokenizer.from_pretrained(
-        str(source), trust_remote_code=trust_remote_code, local_files_only=True
-    )
-    if tokenizer.pad_token_id in tokenizer("a").input_ids[-1:]:
-        raise ExportError(
-            f"config.json of a text classifier has no pad_token_id, and the tokenizer of {source} "
-            f"ends each text with its padding token {tokenizer.pad_token}: in a batch, the "
-            "classifier would read another token than alone.",
-            do="Set pad_token_id in config.json to a token that no text ends with.",
-        )
-
-
 def _require_used(model: Any, used: UsedWeights, graphs: list[Path]) -> list[str]:
     """Return notes on poolers that are in no graph; raise ExportError for another lost weight.
 
@@ -489,50 +471,6 @@ def _require_used(model: Any, used: UsedWeights, graphs: list[Path]) -> list[str
     if poolers:
         notes.append(f"left out, because no output depends on it: {', '.join(poolers)}")
     return notes
-
-
-def choose_task(requested: str, settings: ModelConfig) -> str:
-    """Return the requested task; `auto` infers it from the model's class.
-
-    Raises:
-        ExportError: the task cannot be inferred.
-    """
-    if requested != "auto":
-        return requested
-    if settings.architecture:  # timm's config.json
-        return "image-classification"
-    if (task := inferred_task(settings)) != "auto":
-        return task
-    name = settings.architectures[0] if settings.architectures else ""
-    supported = _tasks_of_type(settings.model_type)
-    fitting = [task for task in _tasks_of_class(name) if not supported or task in supported]
-    if fitting:
-        return fitting[0]
-    if not name:
-        problem = "config.json names no class"
-    elif not hasattr(transformers, name):
-        problem = f"config.json names the class {name}, which transformers does not have"
-    elif tasks := _tasks_of_class(name):
-        problem = f"the class {name} is for {tasks[0]}, for which Optimum does not export it"
-    else:
-        problem = f"transformers lists no task for the class {name}"
-    choices = f"--task to one of: {', '.join(supported)}" if supported else "--task"
-    raise ExportError(f"the task cannot be inferred: {problem}.", do=f"Set {choices}.")
-
-
-def _tasks_of_class(name: str) -> list[str]:
-    """Return the tasks that transformers lists for a class, those of text before others.
-
-    BART's class for conditional generation fills masks as well, but it is there to generate.
-    """
-    mappings = TasksManager._TRANSFORMERS_TASKS_TO_MODEL_MAPPINGS  # noqa: SLF001  no accessor
-    tasks = []
-    for task, classes in mappings.items():
-        # A value is a class's name, or several of them.
-        values = [value if isinstance(value, tuple) else (value,) for value in classes.values()]
-        if any(name in value for value in values):
-            tasks.append(task)
-    return sorted(tasks, key=lambda task: task != "text2text-generation")
 
 
 def _tasks_of_type(model_type: str) -> list[str]:
@@ -575,13 +513,3 @@ def _supported_task(
             do="Choose another --task, or try --exporter dynamo.",
         )
     return task
-
-
-def with_image_size(settings: ModelConfig, source: Path) -> ModelConfig:
-    """Return the config with an `image_size`: its own, or that of the image processor."""
-    merged = settings.merged()
-    if merged.image_size is not None or not merged.num_channels:
-        return settings
-    processor = PreprocessorConfig.read(source, error=SourceError)
-    size = (processor.crop_size if processor.do_center_crop else None) or processor.size
-    return settings.model_copy(update={"image_size": size}) if size else settings

@@ -30,10 +30,10 @@ from enginery.core.subprocess import Supervision, run_in_subprocess
 from enginery.export.config import DEFAULT_OPSET, ExportConfig
 
 STAGE = "export"
-STAGE_VERSION = "12"
+STAGE_VERSION = "13"
 """Incremented when the same inputs yield another artifact; part of the fingerprint."""
 
-TOOLS = ("torch", "transformers", "optimum", "optimum-onnx", "onnx")
+TOOLS = ("torch", "transformers", "optimum", "optimum-onnx", "onnx", "onnxscript")
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ class WorkerResult:
     precision: str
     graphs: list[dict[str, Any]]
     notes: list[str]
+    exporter: str
     length_limit: int | None
     peak_rss_bytes: int
 
@@ -167,7 +168,7 @@ def run(
             tools=stage_tools(TOOLS),
             peak_rss_bytes=result.peak_rss_bytes,
             notes=result.notes,
-        ).with_resolved(opset=resolved.opset)
+        ).with_resolved(opset=resolved.opset, exporter=result.exporter)
         manifest = Manifest(
             source=source.record,
             task=result.task,

@@ -1,12 +1,15 @@
-"""Find tokens of the tokenizer that the model's embedding table does not have."""
+"""Compare the tokens of a tokenizer with those that the model has."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import transformers
+
 from enginery.core.errors import ExportError
 from enginery.core.model.files import SpecialTokens
+from enginery.runtime.pytorch.config import load_config
 from enginery.runtime.text.tokenizer import TextTokenizer
 
 _REMEDY = (
@@ -55,3 +58,30 @@ def check_vocabulary(directory: Path, rows: int) -> list[str]:
     if roles:
         raise ExportError(f"{problem}. One is the {roles[0]}.", do=_REMEDY)
     return [f"{problem}; a text with such a token is an error"]
+
+
+def require_padding_token(model: Any, source: Path, *, trust_remote_code: bool) -> None:
+    """Raise ExportError if a classifier has no padding token, or its texts end with it.
+
+    Without a `pad_token_id` in config.json, transformers reads the last token of a text alone, and
+    the classifier of a graph the last one that is not the tokenizer's padding token.
+    """
+    if getattr(model.config, "pad_token_id", None) is None:
+        raise ExportError(
+            f"a text classifier needs a padding token, but neither config.json nor the tokenizer "
+            f"of {source} has one.",
+            do="Set pad_token_id in config.json.",
+        )
+    loaded = load_config(source, trust_remote_code=trust_remote_code)
+    if getattr(loaded.config, "pad_token_id", None) is not None:
+        return
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        str(source), trust_remote_code=trust_remote_code, local_files_only=True
+    )
+    if tokenizer.pad_token_id in tokenizer("a").input_ids[-1:]:
+        raise ExportError(
+            f"config.json of a text classifier has no pad_token_id, and the tokenizer of {source} "
+            f"ends each text with its padding token {tokenizer.pad_token}: in a batch, the "
+            "classifier would read another token than alone.",
+            do="Set pad_token_id in config.json to a token that no text ends with.",
+        )

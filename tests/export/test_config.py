@@ -12,7 +12,7 @@ from enginery.export.config import ExportConfig, check_options
         ({"dims": ("x=batch,3",)}, "option 'dims' is given, but only the dims of an .onnx file"),
         ({"mean": "0.5"}, "option 'mean' is given, but other models than .onnx files come with"),
         ({"device": "gpu"}, "option 'device' is 'gpu', expected cpu, cuda or cuda:N"),
-        ({"dtype": "bf16"}, "ONNX Runtime has no BF16 kernels on the CPU"),
+        ({"dtype": "bf16", "exporter": "optimum"}, "ONNX Runtime has no BF16 kernels on the CPU"),
     ],
 )
 def test_values_that_no_model_can_be_exported_with_are_refused(options, words):

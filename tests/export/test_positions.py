@@ -10,7 +10,7 @@ from enginery.core.model.files import ModelConfig
 from enginery.export.positions import find_length_limit
 from enginery.runtime.tasks.tensors import Tensors
 from enginery.runtime.tasks.text import TooLongError
-from tests.runtime.test_torch_state import COMMON, LONG
+from tests.runtime.pytorch.test_state import COMMON, LONG
 from tests.tiny import save_tiny
 
 SMALL = {**COMMON, "max_position_embeddings": 512}

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import optimum.onnxruntime as optimum_ort
 import torch
 from numpy.typing import NDArray
 
@@ -153,6 +152,7 @@ class OptimumBackend:
         options: LoadOptions,
     ) -> None:
         import onnxruntime
+        import optimum.onnxruntime as optimum_ort  # PyTorch's backend runs without it
 
         task = artifact.manifest.task
         if task not in _CLASSES:

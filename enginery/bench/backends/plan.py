@@ -19,7 +19,8 @@ from typing import Any
 from enginery.bench.config import AUTO, BACKENDS, ENGINERY, BenchConfig, backend_names
 from enginery.bench.target import Target
 from enginery.core.errors import ProviderError
-from enginery.core.extras import installed_version, is_installed
+from enginery.core.extras import is_installed
+from enginery.core.versions import export_extra, installed_version
 from enginery.runtime.engines.selection import choose_with_engines
 from enginery.runtime.onnxruntime.binding import BUCKETS
 from enginery.runtime.providers.known import CPU, CUDA, TENSORRT, TENSORRT_RTX, short_name
@@ -195,7 +196,7 @@ def _skip_reason(kind: str, target: Target, *, on_gpu: bool) -> str:
             return "it runs all graphs of the model, and a single graph is measured"
     if kind.startswith("pytorch"):
         if not is_installed("torch"):
-            return "torch is not installed (pip install 'enginery[export]')"
+            return f"torch is not installed (pip install 'enginery[{export_extra()}]')"
         if target.is_onnx_file or manifest.source.kind == "onnx":
             return "an .onnx file has no PyTorch model"
     if kind == "pytorch-compile" and not on_gpu and not any(map(shutil.which, ("g++", "clang++"))):

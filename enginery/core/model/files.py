@@ -73,6 +73,11 @@ def _square_edge(value: Any) -> Any:
     return value if isinstance(value, int) else 0
 
 
+def _kernels(value: Any) -> Any:
+    # Mamba's convolution has one kernel; a list is of the convolutions that read sound.
+    return None if isinstance(value, int) else value
+
+
 def _token_text(value: Any) -> Any:
     return value.get("content") if isinstance(value, dict) else value
 
@@ -217,7 +222,7 @@ class ModelPart(_Values):
     patch_size: Annotated[Count, BeforeValidator(_square_edge)] = 0
     """Edge of a square patch of an image; 0 if missing, or not square."""
     num_channels: Count = 0
-    conv_kernel: Steps | None = None
+    conv_kernel: Annotated[Steps | None, BeforeValidator(_kernels)] = None
     conv_stride: Steps | None = None
     max_source_positions: Frames | None = None
     num_mel_bins: (

@@ -170,6 +170,8 @@ class SizeFolder:
         if stays:
             node.outputs[0].replace_all_uses_with(_input(node))
         else:
+            # torch's exporter lets 0 be a size.
+            node.attributes.pop("allowzero", None)
             node.replace_input_with(1, self._build.ints(*numbers))
 
     def _tokens_shape(self, node: ir.Node, target: Sequence[Size | None]) -> ir.Value:

@@ -13,7 +13,8 @@
 ['MatMul', 'Add']
 
 PyTorch's `Conv1D`, the linear layer of GPT-2, is exported as `Reshape, Gemm, Reshape` and a dozen
-nodes that compute the two shapes. One `MatMul` and one `Add` give the same numbers.
+nodes that compute the two shapes. One `MatMul` and one `Add` give the same numbers. A layer whose
+bias is zero may come without it.
 """
 
 from __future__ import annotations
@@ -39,11 +40,12 @@ def remove_row_reshapes(model: ir.Model) -> int:
         if (back := _reshape_back(gemm, states)) is not None
     ]
     for gemm, states, back in matches:
-        _, weight, bias = gemm.inputs
+        weight, *bias = gemm.inputs[1:]
         tape = Tape()
-        product = tape.op("MatMul", [states, weight], name=gemm.name)
-        product.name = names(f"{gemm.name}_product")
-        result = tape.op("Add", [product, bias], name=names(f"{gemm.name}_bias"))
+        product = result = tape.op("MatMul", [states, weight], name=gemm.name)
+        if bias:
+            product.name = names(f"{gemm.name}_product")
+            result = tape.op("Add", [product, bias[0]], name=names(f"{gemm.name}_bias"))
         ir.convenience.replace_nodes_and_values(
             model.graph, back, [back, gemm], tape.nodes, [back.outputs[0]], [result]
         )
@@ -52,20 +54,40 @@ def remove_row_reshapes(model: ir.Model) -> int:
     return len(matches)
 
 
+def remove_idle_reshapes(model: ir.Model) -> int:
+    """Remove Reshapes to the shape that a value has, by the names of its dims.
+
+    Returns:
+        The number of Reshapes that were removed.
+    """
+    idle = [
+        node
+        for node in model.graph
+        if node.op_type == "Reshape" and not node.outputs[0].is_graph_output()
+        if (dims := _dims(node.outputs[0])) and dims == _dims(node.inputs[0])
+    ]
+    for node in idle:
+        source = node.inputs[0]
+        if source is not None:
+            node.outputs[0].replace_all_uses_with(source)
+    RemoveUnusedNodesPass()(model)
+    return len(idle)
+
+
 def _states_before_rows(gemm: ir.Node) -> ir.Value | None:
     """Return the value of shape (batch, sequence, features) that a plain Gemm reads as rows."""
     # MatMul and Add have neither factors nor transposed operands.
     scaled = any(gemm.attributes.get_float(name, 1.0) != 1.0 for name in ("alpha", "beta"))
     transposed = any(gemm.attributes.get_int(name, 0) for name in ("transA", "transB"))
-    if scaled or transposed or len(gemm.inputs) != 3:
+    if scaled or transposed:
         return None
-    rows, weight, bias = gemm.inputs
+    rows, weight, *bias = gemm.inputs
     flatten = rows.producer() if rows is not None else None
     if flatten is None or flatten.op_type != "Reshape":
         return None
     states = flatten.inputs[0]
-    ranks = [_rank(value) for value in (states, weight, bias)]
-    return states if ranks == [3, 2, 1] else None
+    ranks = [_rank(value) for value in (states, weight, *bias)]
+    return states if ranks in ([3, 2, 1], [3, 2]) else None
 
 
 def _reshape_back(gemm: ir.Node, states: ir.Value) -> ir.Node | None:
@@ -76,14 +98,27 @@ def _reshape_back(gemm: ir.Node, states: ir.Value) -> ir.Node | None:
     users = gemm.outputs[0].consumers()
     if len(users) != 1 or users[0].op_type != "Reshape" or gemm.outputs[0].is_graph_output():
         return None
+    columns, result = gemm.inputs[1].shape[1], users[0].outputs[0]
+    # Dims of the graph's outputs are only declared; torch has derived those of values inside.
+    if not result.is_graph_output() and _dims(result) == [*_dims(states)[:2], columns]:
+        return users[0]
     shape = users[0].inputs[1]
     joined = shape.producer() if shape is not None else None
     if joined is None or joined.op_type != "Concat" or len(joined.inputs) != 3:
         return None
     *leading, last = joined.inputs
     same = all(_is_size(value, states, axis) for axis, value in enumerate(leading))
-    columns = gemm.inputs[1].shape[1]
     return users[0] if same and _numbers(last) == [columns] else None
+
+
+def _dims(value: ir.Value | None) -> list[int | str]:
+    """Return the sizes of a value and the names of those that vary; empty if one is not known.
+
+    Dims of the same name have the same size in one graph.
+    """
+    shape = value.shape if value is not None else None
+    dims = [dim if isinstance(dim, int) else dim.value for dim in shape or ()]
+    return [dim for dim in dims if dim is not None] if None not in dims else []
 
 
 def _is_size(value: ir.Value | None, states: ir.Value, axis: int) -> bool:

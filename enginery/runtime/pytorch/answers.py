@@ -24,9 +24,11 @@ import numpy as np
 import torch
 import transformers
 from numpy.typing import NDArray
+from transformers.pipelines import PIPELINE_REGISTRY
 
 from enginery.core.errors import InputError
 from enginery.core.model.files import SentenceBertConfig
+from enginery.runtime.pytorch.side_files import load_pillow_processor
 
 Item = Mapping[str, Any]
 """A raw input: `text`, with `text_pair` for a pair; `question` and `context`; `image`, uint8
@@ -133,7 +135,7 @@ class TorchAnswers:
     def _pipeline(self, task: str, *parts: str, **options: Any) -> Any:
         loaded = {part: getattr(self, part) for part in parts}
         return transformers.pipeline(
-            task, model=self._model, framework="pt", device=self._model.device, **loaded, **options
+            task, model=self._model, device=self._model.device, **loaded, **options
         )
 
     @cached_property
@@ -144,9 +146,7 @@ class TorchAnswers:
     @cached_property
     def image_processor(self) -> Any:
         """The model's image processor, which computes with Pillow."""
-        return transformers.AutoImageProcessor.from_pretrained(
-            str(self._path), use_fast=False, **self._options
-        )
+        return load_pillow_processor(self._path, **self._options)
 
     @cached_property
     def feature_extractor(self) -> Any:
@@ -179,6 +179,9 @@ class TorchAnswers:
         return tag
 
     def _answer_questions(self) -> Callable[[Item], RawAnswer]:
+        version = transformers.__version__
+        if "question-answering" not in PIPELINE_REGISTRY.get_supported_tasks():
+            raise InputError(f"transformers {version} has no pipeline that answers questions.")
         pipeline = self._pipeline("question-answering", "tokenizer", top_k=_TOP_ANSWERS)
 
         def answer(item: Item) -> RawAnswer:
@@ -236,13 +239,18 @@ class TorchAnswers:
                 taken = inspect.signature(self._model.get_text_features).parameters
                 tokens = {name: value for name, value in tokens.items() if name in taken}
                 features = self._model.get_text_features(**tokens)
+            # transformers 5 returns all outputs of the tower.
+            features = getattr(features, "pooler_output", features)
             vector = torch.nn.functional.normalize(features, p=2, dim=-1)[0]
             return RawAnswer(arrays={"vector": _array(vector)})
 
         return embed
 
     def _run_tensors(self, item: Item) -> RawAnswer:
-        outputs = self._run_model(self.prepare(item))
+        # A cache is no output of a graph.
+        outputs = {
+            n: v for n, v in self._run_model(self.prepare(item)).items() if torch.is_tensor(v)
+        }
         return RawAnswer(arrays={name: _array(value) for name, value in outputs.items()})
 
     def prepare(self, item: Item) -> dict[str, Any]:

@@ -269,7 +269,11 @@ class _OtherClasses:
 
     def _read(self) -> Iterator[tuple[str, str]]:
         from transformers import PreTrainedModel
-        from transformers.modeling_utils import no_init_weights
+
+        try:
+            from transformers.initialization import no_init_weights
+        except ImportError:  # before transformers 5
+            from transformers.modeling_utils import no_init_weights
 
         own = type(self._model)
         classes: list[Any] = [

@@ -509,6 +509,10 @@ def _refusal(part: Mapping[str, Any], key: str, value: Any) -> SourceError:
 
 @cache
 def _data() -> dict[str, Any]:
-    text = resources.files("enginery.runtime").joinpath("transformers5.json").read_text("utf-8")
+    text = (
+        resources.files("enginery.runtime.pytorch")
+        .joinpath("transformers5.json")
+        .read_text("utf-8")
+    )
     document: dict[str, Any] = json.loads(text)
     return document

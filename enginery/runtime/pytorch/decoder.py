@@ -31,6 +31,8 @@ from enginery.runtime.decoder_graphs import (
 Tensors = Mapping[str, Any]
 """Tensors by the graph's names."""
 
+_OLD_CACHE = "past_key_values"
+
 
 class TorchDecoder:
     """A transformers model with the inputs and outputs of one of its decoder graphs."""
@@ -47,6 +49,7 @@ class TorchDecoder:
         # Such a graph returns the logits of the last position alone.
         self._last_logits = any(s.name == LOGITS and s.dims[1:2] == (1,) for s in record.outputs)
         self._has_encoder = "decoder_input_ids" in inspect.signature(model.forward).parameters
+        self._cache_argument = cache_argument(model)
         self._cache: Any = None
         self._encoder_outputs: Any = None
 
@@ -62,15 +65,13 @@ class TorchDecoder:
             states = tensors.get(ENCODER_STATES)
             states = self._unread_states(tensors) if states is None else states
             arguments["encoder_outputs"] = BaseModelOutput(last_hidden_state=states)
+        arguments[self._cache_argument] = _make_cache(past) if past else None
         output = self._model(
-            **arguments,
-            past_key_values=_make_cache(past) if past else None,
-            use_cache=any(map(is_present, self._names)),
-            return_dict=True,
+            **arguments, use_cache=any(map(is_present, self._names)), return_dict=True
         )
         outputs = self._with_last_logits(dict(output.items()))
         for name in filter(is_present, self._names):
-            outputs[name] = _read_cache(output.past_key_values, name)
+            outputs[name] = _read_cache(output.get(self._cache_argument), name)
         return outputs
 
     def decode(self, tensors: Tensors, *, resume: bool) -> dict[str, Any]:
@@ -96,17 +97,17 @@ class TorchDecoder:
         if self._encoder_outputs is not None:
             arguments["encoder_outputs"] = self._encoder_outputs
         # Without a cache during the run: a call that fails may have added positions to it.
-        past, self._cache = self._cache, None
-        output = self._model(**arguments, past_key_values=past, use_cache=True, return_dict=True)
-        if output.get("past_key_values") is None:
-            raise ValueError(f"{type(self._model).__name__} returns no past_key_values")
-        self._cache = output.past_key_values
+        arguments[self._cache_argument], self._cache = self._cache, None
+        output = self._model(**arguments, use_cache=True, return_dict=True)
+        if output.get(self._cache_argument) is None:
+            raise ValueError(f"{type(self._model).__name__} returns no {self._cache_argument}")
+        self._cache = output[self._cache_argument]
         if self._has_encoder and self._encoder_outputs is None:
             self._encoder_outputs = BaseModelOutput(
                 last_hidden_state=output.encoder_last_hidden_state
             )
         return self._with_last_logits(
-            {name: value for name, value in output.items() if name != "past_key_values"}
+            {name: value for name, value in output.items() if name != self._cache_argument}
         )
 
     def encode(self, tensors: Tensors) -> dict[str, Any]:
@@ -120,9 +121,10 @@ class TorchDecoder:
         rows = next(iter(tensors.values())).shape[0]
         start = torch.zeros(rows, 1, dtype=torch.long, device=self._model.device)
         output = self._model(**tensors, decoder_input_ids=start, use_cache=True, return_dict=True)
+        cache = output.get(self._cache_argument)
         return {
             "last_hidden_state": output.encoder_last_hidden_state,
-            **{n: _read_cache(output.past_key_values, n) for n in self._names if is_present(n)},
+            **{name: _read_cache(cache, name) for name in self._names if is_present(name)},
         }
 
     def check_cache(self, tensors: Tensors) -> None:
@@ -172,6 +174,14 @@ class TorchDecoder:
         return torch.zeros(past.shape[0], length, width, dtype=past.dtype, device=past.device)
 
 
+def cache_argument(model: Any) -> str:
+    """Return the name that the cache has in a model's `forward` and among its outputs.
+
+    It is `past_key_values` in transformers 4, and `cache` in the later versions of 5.
+    """
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else _OLD_CACHE
+
+
 def _make_cache(past: Tensors) -> Any:
     """Return a cache with these keys and values."""
     own, cross = DynamicCache(), DynamicCache()
@@ -191,7 +201,7 @@ def _read_cache(cache: Any, name: str) -> Any:
         ValueError: the cache has another class, or the name has other parts.
     """
     if not isinstance(cache, Cache):
-        raise ValueError(f"past_key_values is a {type(cache).__name__}, not a Cache")
+        raise ValueError(f"the cache is a {type(cache).__name__}, not a Cache")
     if isinstance(cache, EncoderDecoderCache):
         crossed = is_cross_attention(name)
         cache = cache.cross_attention_cache if crossed else cache.self_attention_cache

@@ -25,12 +25,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from optimum.exporters.tasks import TasksManager
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationMixin,
+    PretrainedConfig,
 )
 
 from enginery.core.artifact.manifest import GraphRecord, Manifest
@@ -47,6 +47,7 @@ from enginery.core.model.files import read_logit_score
 from enginery.core.model.screening import screen_model
 from enginery.core.model.source import ModelSource
 from enginery.core.shapes import dynamic_dims
+from enginery.core.versions import OPTIMUM, transformers_family
 from enginery.runtime.decoder_graphs import is_cross_attention, is_decoder
 from enginery.runtime.pytorch.answers import Item, RawAnswer, TorchAnswers, first_line
 from enginery.runtime.pytorch.checkpoint import (
@@ -56,7 +57,7 @@ from enginery.runtime.pytorch.checkpoint import (
     read_checkpoint,
     require_float_weights,
 )
-from enginery.runtime.pytorch.classes import feature_class
+from enginery.runtime.pytorch.classes import class_for_task, feature_class
 from enginery.runtime.pytorch.config import load_config
 from enginery.runtime.pytorch.decoder import TorchDecoder
 from enginery.runtime.pytorch.random import RandomNumbers
@@ -130,7 +131,7 @@ def load_pytorch(path: Path, task: str, options: TorchOptions = TorchOptions()) 
 
     Args:
         path: the model's directory.
-        task: the task, by Optimum's name.
+        task: the task, by its name in `export.tasks`.
         options: precision, files, device and attention.
 
     Raises:
@@ -139,7 +140,7 @@ def load_pytorch(path: Path, task: str, options: TorchOptions = TorchOptions()) 
     precision, device = options.precision, options.device
     keywords: dict[str, Any] = {
         # FP64 weights are made from FP32 below, or as they are used.
-        "torch_dtype": torch.float32 if precision == "fp64" else _DTYPES[precision],
+        "dtype": torch.float32 if precision == "fp64" else _DTYPES[precision],
         "trust_remote_code": options.trust_remote_code,
         "use_safetensors": not options.pickled,
         "weights_only": True,
@@ -150,7 +151,7 @@ def load_pytorch(path: Path, task: str, options: TorchOptions = TorchOptions()) 
     with _quiet():
         try:
             if options.library == "timm":
-                model = _from_timm(path, keywords["torch_dtype"], device)
+                model = _from_timm(path, keywords["dtype"], device)
             else:
                 model = _from_transformers(path, task, keywords, device)
         # The errors of this package have their own messages and remedies.
@@ -171,21 +172,22 @@ def _weights_bytes(model: Any) -> int:
 
 
 def _from_timm(path: Path, dtype: Any, device: str) -> Any:
-    """Load a model from a directory as timm saves it; Optimum's function takes only Hub ids."""
+    """Load a model from a directory as timm saves it."""
     import timm
 
     model = timm.create_model(f"local-dir:{path}", pretrained=True, exportable=True)
     require_float_weights(model, path, read_checkpoint(path))
     model = model.to(dtype).to(device)
-    TasksManager.standardize_model_attributes(model, library_name="timm")
+    # As models of transformers have it; Optimum's exporter reads both.
+    model.config = PretrainedConfig.from_dict(model.pretrained_cfg)
+    model.config.export_model_type = model.pretrained_cfg["architecture"]
     return model
 
 
 def _from_transformers(path: Path, task: str, options: dict[str, Any], device: str) -> Any:
-    """Load a model like Optimum's TasksManager.get_model_from_task, without its fallback.
+    """Load a model of transformers with the class for the task.
 
-    If PyTorch weights cannot be read, Optimum's function falls back to TensorFlow weights. The
-    attribute `untrained_weights` has the names of weights that no file has, which are random;
+    The attribute `untrained_weights` has the names of weights that no file has, which are random;
     `unused_tensors` has the tensors of the files that no weight took, `config_notes` says what of
     config.json was translated.
     """
@@ -193,16 +195,7 @@ def _from_transformers(path: Path, task: str, options: dict[str, Any], device: s
     config = read.config
     if read.is_newer:
         options = {**options, "config": config}
-    # For these tasks transformers has several classes per model type: take that of config.json.
-    several = task in ("automatic-speech-recognition", "reinforcement-learning")
-    named = (config.architectures or [None])[0] if several else None
-    model_class = TasksManager.get_model_class_for_task(
-        task,
-        framework="pt",
-        model_type=config.model_type,
-        model_class_name=named,
-        library="transformers",
-    )
+    model_class = class_for_task(task, config)
     if task == "feature-extraction" and not options["trust_remote_code"]:
         model_class = feature_class(path, config) or model_class
     score = read_logit_score(path) if task == "text-classification" else None
@@ -222,7 +215,6 @@ def _from_transformers(path: Path, task: str, options: dict[str, Any], device: s
         model.config.pad_token_id = _pad_token_id(path, options["trust_remote_code"])
     model.untrained_weights, model.config_notes = tuple(sorted(missing)), read.notes
     model.unused_tensors = unused
-    TasksManager.standardize_model_attributes(model, library_name="transformers")
     return model
 
 
@@ -446,7 +438,9 @@ class TorchRunner(Closeable):
         if config is None:
             raise InputError(f"{type(self._model).__name__} does not generate.")
         values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-        return values
+        # transformers 5 leaves out what is not set, and takes these for it when it generates.
+        defaults: dict[str, Any] = getattr(config, "_get_default_generation_params", dict)()
+        return values | {n: value for n, value in defaults.items() if values.get(n) is None}
 
     def _call(self, run: _RunModel, feeds: Feeds) -> Outputs:
         outputs = self._attempt(run, feeds)
@@ -597,6 +591,8 @@ class TorchRunner(Closeable):
 
     def _find_submodels(self) -> Mapping[str, tuple[Any, Any]]:
         """Return Optimum's submodels, by the graphs' file stems; none for other exporters."""
+        if self._submodels is None and transformers_family() != OPTIMUM:
+            self._submodels, self._submodel_obstacle = {}, "is not in this environment"
         if self._submodels is None:
             # Optimum's parts share the model, and keep what they change of its configuration.
             self._state.restore()

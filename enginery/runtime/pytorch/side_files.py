@@ -19,6 +19,7 @@ from transformers.utils import is_torchvision_available
 from enginery.core.errors import ArtifactError, EngineryError
 from enginery.core.json_file import read_json
 from enginery.core.model.files import PreprocessorConfig, read_logit_score
+from enginery.core.versions import TRANSFORMERS5, transformers_family
 from enginery.runtime.audio.processor import AudioProcessor
 from enginery.runtime.builtin_inputs import synthetic_sounds
 from enginery.runtime.image.processor import ImageProcessor
@@ -131,8 +132,9 @@ def _compare_images(directory: Path, reference: Any) -> str:
 
     processor = ImageProcessor.open(directory)
     name = str(read_json(directory / PreprocessorConfig.FILE).get("image_processor_type"))
-    if name.endswith("Fast") or type(reference).__name__.endswith("Fast"):
-        return ""  # the fast classes resize with torchvision, whose last bits differ
+    bases = [base.__name__ for base in type(reference).__mro__]
+    if name.endswith("Fast") or bases[0].endswith("Fast") or "TorchvisionBackend" in bases:
+        return ""  # these classes resize with torchvision, whose last bits differ
     # Wide, tall and small ones: crops and padding show in one, and not in another.
     shapes = ((96, 160), (160, 96), (40, 40), (31, 200), (333, 250))
     noise = np.random.default_rng(0)
@@ -183,8 +185,23 @@ def _load_processor(directory: Path) -> Any:
     document = read_json(directory / PreprocessorConfig.FILE)
     images = bool(document.get("image_processor_type")) or "feature_size" not in document
     auto = transformers.AutoImageProcessor if images else transformers.AutoFeatureExtractor
-    options = {"use_fast": False} if images and not is_torchvision_available() else {}
-    return auto.from_pretrained(str(directory), local_files_only=True, **options)
+    if images and not is_torchvision_available():
+        return load_pillow_processor(directory)
+    return auto.from_pretrained(str(directory), local_files_only=True)
+
+
+def load_pillow_processor(directory: Path, **options: Any) -> Any:
+    """Load the image processor of a directory that computes with Pillow, not with torchvision.
+
+    Args:
+        directory: the directory of a model.
+        options: further arguments of `from_pretrained`.
+    """
+    is_newer = transformers_family() == TRANSFORMERS5
+    backend = {"backend": "pil"} if is_newer else {"use_fast": False}
+    return transformers.AutoImageProcessor.from_pretrained(
+        str(directory), **{"local_files_only": True, **backend, **options}
+    )
 
 
 def _processor_values(directory: Path) -> dict[str, Any]:

@@ -1,0 +1,115 @@
+"""The inputs of a graph, from the model's main input and what its tokenizer or processor gives."""
+
+import json
+
+import pytest
+import transformers
+
+from enginery.core.errors import ExportError
+from enginery.core.model.files import ModelConfig
+from enginery.export.native.inputs import describe_inputs
+
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "intermediate_size": 32,
+    "vocab_size": 60,
+}
+IMAGE = {**SMALL, "image_size": 32, "patch_size": 8}
+TOKENS = ("batch", "sequence")
+
+
+def inputs_of(model, task, folder):
+    """Return the inputs of a model that has neither tokenizer nor processor."""
+    folder.mkdir(exist_ok=True)
+    model.config.save_pretrained(folder)
+    settings = ModelConfig.read(folder)
+    return describe_inputs(model.eval(), folder, task, settings, trust_remote_code=False)
+
+
+def test_texts_have_tokens_their_mask_and_types(tmp_path):
+    model = transformers.BertModel(transformers.BertConfig(**SMALL, max_position_embeddings=40))
+    inputs = inputs_of(model, "feature-extraction", tmp_path)
+    assert [(spec.name, spec.dims) for spec in inputs.specs] == [
+        ("input_ids", TOKENS),
+        ("attention_mask", TOKENS),
+        ("token_type_ids", TOKENS),
+    ]
+    assert dict(inputs.sizes) == {"batch": 3, "sequence": 13}
+    assert not inputs.takes_images
+    assert inputs.feeds(model)["input_ids"].shape == (3, 13)
+
+
+def test_length_stays_below_the_last_position(tmp_path):
+    model = transformers.BertModel(transformers.BertConfig(**SMALL, max_position_embeddings=8))
+    assert inputs_of(model, "feature-extraction", tmp_path).sizes["sequence"] == 7
+
+
+def test_choices_have_a_dim_of_their_own(tmp_path):
+    config = transformers.DistilBertConfig(
+        dim=32, n_layers=1, n_heads=4, hidden_dim=32, vocab_size=60
+    )
+    model = transformers.DistilBertForMultipleChoice(config)
+    inputs = inputs_of(model, "multiple-choice", tmp_path)
+    assert {spec.dims for spec in inputs.specs} == {("batch", "num_choices", "sequence")}
+
+
+def test_images_have_pixels_whatever_else_forward_accepts(tmp_path):
+    model = transformers.ViTModel(transformers.ViTConfig(**IMAGE))
+    inputs = inputs_of(model, "feature-extraction", tmp_path)
+    (pixels,) = inputs.specs
+    assert (pixels.name, pixels.dims) == ("pixel_values", ("batch", 3, "height", "width"))
+    assert inputs.takes_images
+    assert inputs.feeds(model)["pixel_values"].shape == (3, 3, 32, 32)
+    assert inputs.with_larger_images().feeds(model)["pixel_values"].shape == (3, 3, 64, 96)
+    fixed = inputs.with_fixed_images()
+    assert fixed.specs[0].dims == ("batch", 3, 32, 32)
+    assert not fixed.takes_images
+    assert fixed.dims() == {"pixel_values": {0: "batch"}}
+
+
+def test_texts_and_images_have_batches_of_their_own(tmp_path):
+    config = transformers.CLIPConfig(
+        text_config={**SMALL, "max_position_embeddings": 20}, vision_config=IMAGE
+    )
+    model = transformers.CLIPModel(config)
+    inputs = inputs_of(model, "zero-shot-image-classification", tmp_path)
+    dims = {spec.name: spec.dims for spec in inputs.specs}
+    assert dims == {
+        "input_ids": ("text_batch", "sequence"),
+        "pixel_values": ("image_batch", 3, "height", "width"),
+        "attention_mask": ("text_batch", "sequence"),
+    }
+
+
+def test_sounds_have_enough_samples(tmp_path):
+    config = transformers.Wav2Vec2Config(
+        **SMALL,
+        conv_dim=[16, 16],
+        conv_kernel=[10, 3],
+        conv_stride=[5, 2],
+        num_feat_extract_layers=2,
+        num_conv_pos_embeddings=8,
+        num_conv_pos_embedding_groups=2,
+    )
+    model = transformers.Wav2Vec2ForCTC(config)
+    inputs = inputs_of(model, "automatic-speech-recognition", tmp_path)
+    (wave,) = inputs.specs
+    assert (wave.name, wave.dims) == ("input_values", TOKENS)
+    assert model(**inputs.feeds(model)).logits.shape[0] == 3
+
+
+def test_decoder_without_a_cache_has_positions(tmp_path):
+    config = transformers.LlamaConfig(**SMALL, num_key_value_heads=2)
+    model = transformers.LlamaForCausalLM(config)
+    inputs = inputs_of(model, "text-generation", tmp_path)
+    assert [spec.name for spec in inputs.specs] == ["input_ids", "attention_mask", "position_ids"]
+
+
+def test_unknown_main_input_is_an_error(tmp_path):
+    config = transformers.PatchTSTConfig(context_length=8, d_model=16, num_attention_heads=2)
+    model = transformers.PatchTSTForPrediction(config)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "patchtst"}))
+    with pytest.raises(ExportError, match="main input of PatchTSTForPrediction is past_values"):
+        inputs_of(model, "time-series-forecasting", tmp_path)
