@@ -15,10 +15,12 @@ from __future__ import annotations
 import tempfile
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from enginery.core.artifact.external_data import external_data_files, load_graph
@@ -28,45 +30,68 @@ from enginery.passes.attention.fuse import ATTENTIONS, Target, fuse_attention
 from enginery.passes.ir.graph_file import read_graph, write_graph
 from enginery.passes.ir.nodes import clear_shapes
 
+DECOMPOSED = "decomposed"
+"""The folder of graphs whose attention is not fused."""
+
 _INLINE_BYTES = 1 << 20
 
-# They read the most of a graph, and come off first if one is built in a way that they fail on.
-_FRAGILE = ("attention", "rotary_embeddings")
+# What comes off, step by step, if a graph is built in a way that a fusion fails on: those that read
+# the most of a graph first.
+_FEWER_FUSIONS = (
+    (),
+    ("attention", "rotary_embeddings"),
+    ("attention", "rotary_embeddings", "skip_layer_norm", "bias_skip_layer_norm"),
+)
 
 
-def fuse(model: Path, file: str, level: str, target: Target, out: Path) -> list[str]:
-    """Fuse a graph and write it under its own name to `out`; return notes.
+@dataclass(frozen=True)
+class Fusion:
+    """What to fuse, and where to write it."""
+
+    model: Path
+    """The directory of the artifact."""
+    out: Path
+    """The directory for the fused graphs."""
+    level: str
+    """O1, O2, O3 or O4."""
+    target: Target
+    decomposed: Collection[str] = ()
+    """The graphs that are also written to the folder `DECOMPOSED`, without our fused attention."""
+
+
+def fuse(fusion: Fusion, file: str) -> list[str]:
+    """Fuse a graph and write it under its own name; return notes.
 
     Args:
-        model: the directory of the artifact.
-        file: the graph, relative to it.
-        level: O1, O2, O3 or O4.
-        target: the kind of device.
-        out: the directory for the fused graph.
+        fusion: what to fuse.
+        file: the graph, relative to the directory of the artifact.
 
     Raises:
         ExportError: ONNX Runtime cannot load the graph.
     """
-    fused = out / file
+    fused = fusion.out / file
     fused.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out) as scratch:
+    with tempfile.TemporaryDirectory(dir=fusion.out) as scratch:
         basic = Path(scratch) / "basic.onnx"
-        _optimize_basic(model / file, basic)
-        if level == "O1":
+        _optimize_basic(fusion.model / file, basic)
+        if fusion.level == "O1":
             write_graph(read_graph(basic), fused, max_inline_bytes=_INLINE_BYTES)
             return []
-        attention = Path(scratch) / "attention.onnx"
         graph = read_graph(basic)
-        count = fuse_attention(graph, target).total()
+        count = fuse_attention(graph, fusion.target).total()
+        attention = Path(scratch) / "attention.onnx"
         write_graph(graph, attention, max_inline_bytes=_INLINE_BYTES)
-        notes = list[str]()
-        # For CUDA, the projections of BERT's family become a part of the operator, and its kernels
-        # know the number of tokens of each row.
-        if target == "cuda":
-            notes = _fuse_operators(basic, fused, level, target, omitted=())
+        if fusion.target == "cuda":
+            # In BERT's family, the projections become a part of the operator, and its kernels know
+            # the number of tokens of each row.
+            notes = _fuse_operators(basic, fused, fusion, attention=True)
             if fused_attentions(fused) >= count:
                 return notes
-        return [*notes, *_fuse_operators(attention, fused, level, target, omitted=("attention",))]
+        if file in fusion.decomposed:
+            decomposed = fusion.out / DECOMPOSED / file
+            decomposed.parent.mkdir(parents=True, exist_ok=True)
+            write_graph(read_graph(fused), decomposed, max_inline_bytes=_INLINE_BYTES)
+        return _fuse_operators(attention, fused, fusion, attention=False)
 
 
 def fused_attentions(path: Path) -> int:
@@ -103,10 +128,41 @@ def _optimize_basic(source: Path, target: Path) -> None:
         raise ExportError(f"ONNX Runtime cannot optimize {source.name}: {error}") from error
 
 
-def _fuse_operators(
-    source: Path, fused: Path, level: str, target: Target, *, omitted: Sequence[str]
-) -> list[str]:
-    """Apply the fusions of `onnxruntime.transformers`; leave some out where they fail."""
+def _fuse_operators(source: Path, fused: Path, fusion: Fusion, *, attention: bool) -> list[str]:
+    """Apply the fusions of `onnxruntime.transformers`; leave some out where they fail.
+
+    Args:
+        source: the graph.
+        fused: the file to write.
+        fusion: the level and the target.
+        attention: fuse attention of BERT's family, with its projections.
+    """
+    omitted = set() if attention else {"attention"}
+    if fusion.target == "cpu":
+        # Its kernel takes four times as long as those of Add and LayerNormalization.
+        omitted |= {"skip_layer_norm", "bias_skip_layer_norm"}
+    notes = list[str]()
+    for fewer in _FEWER_FUSIONS:
+        try:
+            model = _apply_fusions(source, fusion.level, omitted | set(fewer))
+            break
+        except Exception as error:  # they index nodes that a graph may not have
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            notes.append(
+                f"onnxruntime.transformers fails in {Path(frame.filename).stem}, so fewer "
+                f"operators are fused: {type(error).__name__}: {error}"
+            )
+    else:
+        model = read_graph(source)
+    if fusion.target == "cpu":
+        # Else ONNX Runtime makes SkipLayerNormalization of the two when it loads the graph.
+        clear_shapes(model)
+    # With external weights, a session holds the weights in memory once.
+    write_graph(model, fused, max_inline_bytes=_INLINE_BYTES)
+    return notes
+
+
+def _apply_fusions(source: Path, level: str, omitted: Collection[str]) -> ir.Model:
     import onnx
     from onnxruntime.transformers.fusion_options import FusionOptions
     from onnxruntime.transformers.optimizer import optimize_by_fusion
@@ -118,43 +174,44 @@ def _fuse_operators(
     options.enable_embed_layer_norm = False
     # O4 is O3 in FP16; the cast to FP16 follows later, when the ranges are known.
     options.enable_gelu_approximation = level in ("O3", "O4")
-    if target == "cpu":
-        # Its kernel takes four times as long as those of Add and LayerNormalization.
-        omitted = (*omitted, "skip_layer_norm", "bias_skip_layer_norm")
     for name in omitted:
         setattr(options, f"enable_{name}", False)
-    notes = list[str]()
-    try:
-        # 0: the numbers of heads and features are read from the graph.
-        optimized = optimize_by_fusion(onnx.load(source), "bert", 0, 0, options)
-    except Exception as error:  # they index nodes that a graph may not have
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"{Path(frame.filename).stem}: {type(error).__name__}: {error}"
-        if set(_FRAGILE) <= set(omitted):
-            raise ExportError(f"onnxruntime.transformers fails in {place}") from error
-        fewer = (*omitted, *_FRAGILE)
-        notes = _fuse_operators(source, fused, level, target, omitted=fewer)
-        return [f"onnxruntime.transformers fails in {place}; fewer operators are fused", *notes]
-    model = ir.from_proto(optimized.model)
-    if target == "cpu":
-        # Else ONNX Runtime makes the same of them when it loads the graph.
-        clear_shapes(model)
-    # With external weights, a session holds the weights in memory once.
-    write_graph(model, fused, max_inline_bytes=_INLINE_BYTES)
-    return notes
+    model = onnx.load(source)
+    _complete_norms(model)
+    # 0: the numbers of heads and features are read from the graph.
+    return ir.from_proto(optimize_by_fusion(model, "bert", 0, 0, options).model)
+
+
+def _complete_norms(model: Any) -> None:
+    """Give each LayerNormalization of an `onnx.ModelProto` a bias, which the fusions read."""
+    from onnx import numpy_helper
+
+    widths = {tensor.name: tensor.dims for tensor in model.graph.initializer}
+    for node in model.graph.node:
+        if node.op_type == "LayerNormalization" and len(node.input) == 2:
+            zeros = np.zeros(widths.get(node.input[1], ()), np.float32)
+            if zeros.ndim == 1:
+                name = f"{node.input[1]}/no_bias"
+                if name not in widths:
+                    model.graph.initializer.append(numpy_helper.from_array(zeros, name))
+                    widths[name] = zeros.shape
+                node.input.append(name)
 
 
 def handle_request(request: dict[str, Any]) -> dict[str, Any]:
     """Run one request; request and result are JSON data."""
+    fusion = Fusion(
+        model=Path(request["model"]),
+        out=Path(request["out"]),
+        level=request["level"],
+        target=request["target"],
+        decomposed=request["decomposed"],
+    )
     notes = list[str]()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they concern third-party code
         for file in request["files"]:
-            out = Path(request["out"])
-            graph_notes = fuse(
-                Path(request["model"]), file, request["level"], request["target"], out
-            )
-            notes += [f"{file}: {note}" for note in graph_notes]
+            notes += [f"{file}: {note}" for note in fuse(fusion, file)]
     return {"notes": notes, "peak_rss_bytes": peak_rss_bytes()}
 
 
