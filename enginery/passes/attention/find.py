@@ -296,6 +296,32 @@ def _before_transposition(node: ir.Node) -> ir.Value | None:
     return first.inputs[0] if all(same_dim(a, b) for a, b in pairs) else None
 
 
+def before_repeat(factor: Factor) -> ir.Value | None:
+    """Return (batch, groups, positions, head_dim), of which heads repeat each group; else None.
+
+    The repetition is `Reshape (Expand (…))`, over a dim that is inserted behind the groups.
+    """
+    merged = factor.source.producer()
+    if merged is None or merged.op_type != "Reshape" or factor.order != (0, 1, 2, 3):
+        return None
+    repeated = None if merged.inputs[0] is None else merged.inputs[0].producer()
+    if repeated is None or repeated.op_type != "Expand" or repeated.inputs[0] is None:
+        return None
+    inserted = repeated.inputs[0].producer()
+    if inserted is None or inserted.op_type not in ("Reshape", "Unsqueeze"):
+        return None
+    source, result = inserted.inputs[0], factor.source
+    if source is None or source.shape is None or result.shape is None or len(source.shape) != 4:
+        return None
+    before, after = inserted.outputs[0].shape, repeated.outputs[0].shape
+    if before is None or after is None or len(before) != 5 or len(after) != 5:
+        return None
+    groups, width, heads = source.shape[1], source.shape[3], result.shape[1]
+    fits = (before[1], before[2], before[4]) == (groups, 1, width) == (after[1], 1, after[4])
+    known = isinstance(groups, int) and isinstance(heads, int) and isinstance(width, int)
+    return source if fits and known and heads > groups and width == result.shape[3] else None
+
+
 def unscaled(node: ir.Node) -> tuple[ir.Value, float] | None:
     """Return what a Mul or Div scales by a number, and the number; None if it does not."""
     if node.op_type not in SCALES:

@@ -38,6 +38,7 @@ from enginery.passes.attention.find import (
     HEADS_FIRST,
     Factor,
     FoundAttention,
+    before_repeat,
     find_attentions,
     fixed_dim,
     same_dim,
@@ -112,8 +113,15 @@ class _AttentionWriter:
             scale *= query_scale * key_scale
             attributes = {"q_num_heads": found.heads, "kv_num_heads": found.heads}
         else:
-            query, keys, values = (
-                self._heads_first(factor) for factor in (found.query, found.keys, found.values)
+            query = self._heads_first(found.query)
+            shared = [before_repeat(factor) for factor in (found.keys, found.values)]
+            groups = {None if value is None else fixed_dim(value, 1) for value in shared}
+            keys, values = (
+                value
+                # The operator repeats heads by itself, if keys and values have the same number.
+                if value is not None and len(groups) == 1
+                else self._heads_first(factor)
+                for value, factor in zip(shared, (found.keys, found.values), strict=True)
             )
         bias = self._biases.write(found, query, keys)
         if bias is not None:
