@@ -55,6 +55,8 @@ class Fusion:
     level: str
     """O1, O2, O3 or O4."""
     target: Target
+    packed: bool = False
+    """Whether attention is packed afterwards."""
     decomposed: Collection[str] = ()
     """The graphs that are also written to the folder `DECOMPOSED`, without our fused attention."""
 
@@ -83,9 +85,9 @@ def fuse(fusion: Fusion, file: str) -> list[str]:
         write_graph(graph, attention, max_inline_bytes=_INLINE_BYTES)
         if fusion.target == "cuda":
             # In BERT's family, the projections become a part of the operator, and its kernels know
-            # the number of tokens of each row.
+            # the number of tokens of each row. No other attention can be packed.
             notes = _fuse_operators(basic, fused, fusion, attention=True)
-            if fused_attentions(fused) >= count:
+            if count_fused(fused) >= (1 if fusion.packed else count):
                 return notes
         if file in fusion.decomposed:
             decomposed = fusion.out / DECOMPOSED / file
@@ -94,7 +96,7 @@ def fuse(fusion: Fusion, file: str) -> list[str]:
         return _fuse_operators(attention, fused, fusion, attention=False)
 
 
-def fused_attentions(path: Path) -> int:
+def count_fused(path: Path) -> int:
     """Return the number of nodes of a graph that are a whole attention."""
     return sum(node.op_type in ATTENTIONS for node in load_graph(path).graph.node)
 
@@ -205,6 +207,7 @@ def handle_request(request: dict[str, Any]) -> dict[str, Any]:
         out=Path(request["out"]),
         level=request["level"],
         target=request["target"],
+        packed=request["packed"],
         decomposed=request["decomposed"],
     )
     notes = list[str]()

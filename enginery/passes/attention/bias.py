@@ -69,7 +69,9 @@ class BiasWriter:
             return bias
         if ("raised", bias) not in self._written:
             build = self._build
-            raised = self._typed(build("Max", bias, build.constant(np.float32(_FAR_BELOW))))
+            raised = self._typed(
+                build("Max", bias, build.constant(np.array(_FAR_BELOW, np.float32)))
+            )
             if infinity is Infinity.UNKNOWN:
                 infinite = build("IsInf", bias)
                 raised = self._typed(build("Where", infinite, bias, raised))
@@ -85,8 +87,8 @@ class BiasWriter:
         if (bias,) not in self._written:
             value = bias.value
             if bias.filled is not None:
-                kept = self._build.constant(np.float32(0))
-                filled = self._build.constant(np.float32(bias.filled))
+                kept = self._build.constant(np.array(0, np.float32))
+                filled = self._build.constant(np.array(bias.filled, np.float32))
                 choices = (filled, kept) if bias.inverted else (kept, filled)
                 value = self._typed(self._build("Where", value, *choices))
                 value.shape = bias.value.shape

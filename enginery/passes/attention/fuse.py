@@ -152,7 +152,7 @@ class _AttentionWriter:
         if found.zeroes_nan and bias is not None and infinity_of(bias) is not Infinity.NEVER:
             # A row of which all is masked is 0, and would be NaN.
             unknown = build("IsNaN", output)
-            output = build("Where", unknown, build.constant(np.float32(0)), output)
+            output = build("Where", unknown, build.constant(np.array(0, np.float32)), output)
         self._replace_flat(found, output)
 
     def _name(self, output: ir.Value, found: FoundAttention) -> None:
