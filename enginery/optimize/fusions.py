@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.external_data import load_graph
@@ -14,9 +13,7 @@ from enginery.core.resource_limits import ResourceLimits
 from enginery.core.subprocess import Supervision, run_in_subprocess
 from enginery.optimize.config import OptimizeConfig
 from enginery.optimize.fixed_cache import wants_fixed_cache
-from enginery.passes.attention.fuse import ATTENTIONS
-
-_AFTER_SOFTMAX = frozenset({"Cast", "Dropout", "Identity", "Reshape", "Where"})
+from enginery.passes.attention.fuse import ATTENTIONS, count_unfused
 
 
 def fuse_graphs(artifact: Artifact, config: OptimizeConfig, out: Path) -> tuple[list[str], int]:
@@ -82,21 +79,3 @@ def fused_ops(path: Path) -> dict[str, int]:
             if node.domain.startswith("com.microsoft") or node.op_type in ATTENTIONS
         ).most_common()
     )
-
-
-def count_unfused(model: Any) -> int:
-    """Count the Softmaxes of an `onnx.ModelProto` that a product follows, behind views."""
-    readers: dict[str, list[Any]] = {}
-    for node in model.graph.node:
-        for name in node.input:
-            readers.setdefault(name, []).append(node)
-    count = 0
-    for node in model.graph.node:
-        names = [*node.output] if node.op_type == "Softmax" else []
-        while names:
-            following = readers.get(names.pop(), [])
-            if any(reader.op_type == "MatMul" for reader in following):
-                count += 1
-                break
-            names += [x.output[0] for x in following if x.op_type in _AFTER_SOFTMAX]
-    return count

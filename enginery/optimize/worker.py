@@ -26,7 +26,7 @@ import onnx_ir as ir
 from enginery.core.artifact.external_data import external_data_files, load_graph
 from enginery.core.errors import ExportError
 from enginery.core.subprocess import peak_rss_bytes, worker_main
-from enginery.passes.attention.fuse import ATTENTIONS, Target, fuse_attention
+from enginery.passes.attention.fuse import Target, count_fused, fuse_attention
 from enginery.passes.ir.graph_file import read_graph, write_graph
 from enginery.passes.ir.nodes import clear_shapes
 
@@ -75,7 +75,7 @@ def fuse(fusion: Fusion, file: str) -> list[str]:
     fused.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=fusion.out) as scratch:
         basic = Path(scratch) / "basic.onnx"
-        _optimize_basic(fusion.model / file, basic)
+        optimize_basic(fusion.model / file, basic)
         if fusion.level == "O1":
             write_graph(read_graph(basic), fused, max_inline_bytes=_INLINE_BYTES)
             return []
@@ -86,22 +86,17 @@ def fuse(fusion: Fusion, file: str) -> list[str]:
         if fusion.target == "cuda":
             # In BERT's family, the projections become a part of the operator, and its kernels know
             # the number of tokens of each row. No other attention can be packed.
-            notes = _fuse_operators(basic, fused, fusion, attention=True)
-            if count_fused(fused) >= (1 if fusion.packed else count):
+            notes = fuse_operators(basic, fused, fusion, attention=True)
+            if count_fused(load_graph(fused)) >= (1 if fusion.packed else count):
                 return notes
         if file in fusion.decomposed:
             decomposed = fusion.out / DECOMPOSED / file
             decomposed.parent.mkdir(parents=True, exist_ok=True)
             write_graph(read_graph(fused), decomposed, max_inline_bytes=_INLINE_BYTES)
-        return _fuse_operators(attention, fused, fusion, attention=False)
+        return fuse_operators(attention, fused, fusion, attention=False)
 
 
-def count_fused(path: Path) -> int:
-    """Return the number of nodes of a graph that are a whole attention."""
-    return sum(node.op_type in ATTENTIONS for node in load_graph(path).graph.node)
-
-
-def _optimize_basic(source: Path, target: Path) -> None:
+def optimize_basic(source: Path, target: Path) -> None:
     """Apply ONNX Runtime's optimizations of level 1, which suit every provider.
 
     ONNX Runtime applies its higher levels when it loads the graph, for the provider that runs it.
@@ -130,7 +125,7 @@ def _optimize_basic(source: Path, target: Path) -> None:
         raise ExportError(f"ONNX Runtime cannot optimize {source.name}: {error}") from error
 
 
-def _fuse_operators(source: Path, fused: Path, fusion: Fusion, *, attention: bool) -> list[str]:
+def fuse_operators(source: Path, fused: Path, fusion: Fusion, *, attention: bool) -> list[str]:
     """Apply the fusions of `onnxruntime.transformers`; leave some out where they fail.
 
     Args:

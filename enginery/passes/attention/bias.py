@@ -36,13 +36,16 @@ class BiasWriter:
         self._build = build
         self._written: dict[tuple[object, ...], ir.Value] = {}
 
-    def write(self, found: FoundAttention, query: ir.Value, keys: ir.Value) -> ir.Value | None:
+    def write(
+        self, found: FoundAttention, query: ir.Value, keys: ir.Value, *, raised: bool
+    ) -> ir.Value | None:
         """Return the sum of all biases, of rank 4 and full size in its last two dims.
 
         Args:
             found: the attention.
             query: its query, (batch, sequence, hidden) or (batch, heads, sequence, head_dim).
             keys: its keys in the same layout.
+            raised: raise finite numbers that are FP32's lowest; -inf stays.
 
         Returns:
             None if nothing is added to the scores.
@@ -51,6 +54,8 @@ class BiasWriter:
         if not values:
             return None
         total = reduce(self._sum, values)
+        if raised:
+            total = self._raise_lowest(total)
         shape = found.scores.shape
         sizes = None if shape is None else (shape[2], shape[3])
         if sizes is not None and _ends_in(total, sizes):
@@ -62,8 +67,7 @@ class BiasWriter:
             self._written[key] = self._expand(total, query, keys)
         return self._written[key]
 
-    def raise_lowest(self, bias: ir.Value) -> ir.Value:
-        """Return a bias whose lowest finite numbers are above FP32's lowest; -inf stays."""
+    def _raise_lowest(self, bias: ir.Value) -> ir.Value:
         infinity = infinity_of(bias)
         if infinity is Infinity.ALWAYS:
             return bias
@@ -75,6 +79,7 @@ class BiasWriter:
             if infinity is Infinity.UNKNOWN:
                 infinite = build("IsInf", bias)
                 raised = self._typed(build("Where", infinite, bias, raised))
+            raised.shape = bias.shape
             self._written["raised", bias] = raised
         return self._written["raised", bias]
 

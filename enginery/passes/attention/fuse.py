@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -54,6 +54,7 @@ ATTENTIONS = frozenset({"Attention", "GroupQueryAttention", "MultiHeadAttention"
 """Operators that compute a whole attention, ONNX's own and ONNX Runtime's."""
 
 _PREFIX = "attention"
+_AFTER_SOFTMAX = frozenset({"Cast", "Dropout", "Identity", "Reshape", "Where"})
 _IN_PLACE = (0, 1, 2, 3)
 _ATTENTION_OPSET, _ATTENTION_IR_VERSION = 23, 11
 _OLDEST_OPSET = 18
@@ -77,6 +78,29 @@ def fuse_attention(model: ir.Model, target: Target) -> Counter[str]:
     model.graph.sort()
     RemoveUnusedNodesPass()(model)
     return counts
+
+
+def count_fused(model: Any) -> int:
+    """Count the nodes of an `onnx.ModelProto` that are a whole attention."""
+    return sum(node.op_type in ATTENTIONS for node in model.graph.node)
+
+
+def count_unfused(model: Any) -> int:
+    """Count the Softmaxes of an `onnx.ModelProto` that a product follows, behind views."""
+    readers: dict[str, list[Any]] = {}
+    for node in model.graph.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+    count = 0
+    for node in model.graph.node:
+        names = [*node.output] if node.op_type == "Softmax" else []
+        while names:
+            following = readers.get(names.pop(), [])
+            if any(reader.op_type == "MatMul" for reader in following):
+                count += 1
+                break
+            names += [x.output[0] for x in following if x.op_type in _AFTER_SOFTMAX]
+    return count
 
 
 def _can_raise_opset(model: ir.Model) -> bool:
@@ -123,11 +147,9 @@ class _AttentionWriter:
                 else self._heads_first(factor)
                 for value, factor in zip(shared, (found.keys, found.values), strict=True)
             )
-        bias = self._biases.write(found, query, keys)
-        if bias is not None:
-            # The operator gives 0 for a row of which all is masked. With a finite number, such a
-            # row is the mean of all values.
-            bias = self._biases.raise_lowest(bias)
+        # The operator gives 0 for a row of which all is masked by -inf or by FP32's lowest number.
+        # With a finite number, such a row is the mean of all values.
+        bias = self._biases.write(found, query, keys, raised=True)
         inputs = [query, keys, values, *([bias] if bias is not None else [])]
         (output,) = self._build.node("Attention", inputs, {**attributes, "scale": scale})
         self._name(output, found)
@@ -141,7 +163,7 @@ class _AttentionWriter:
         build = self._build
         query, query_scale = self._flat(found.query, found.heads)
         keys, values, key_scale = self._keys_and_values(found)
-        bias = self._biases.write(found, query, keys)
+        bias = self._biases.write(found, query, keys, raised=False)
         (output,) = build.node(
             "MultiHeadAttention",
             [query, keys, values, *([None, None, bias] if bias is not None else [])],
