@@ -37,12 +37,12 @@ class BiasWriter:
         self._written: dict[tuple[object, ...], ir.Value] = {}
 
     def write(
-        self, found: FoundAttention, query: ir.Value, keys: ir.Value, *, raised: bool
+        self, attention: FoundAttention, query: ir.Value, keys: ir.Value, *, raised: bool
     ) -> ir.Value | None:
         """Return the sum of all biases, of rank 4 and full size in its last two dims.
 
         Args:
-            found: the attention.
+            attention: the attention.
             query: its query, (batch, sequence, hidden) or (batch, heads, sequence, head_dim).
             keys: its keys in the same layout.
             raised: raise finite numbers that are FP32's lowest; -inf stays.
@@ -50,13 +50,13 @@ class BiasWriter:
         Returns:
             None if nothing is added to the scores.
         """
-        values = [self._single(bias, query) for bias in found.biases]
+        values = [self._single(bias, query) for bias in attention.biases]
         if not values:
             return None
         total = reduce(self._sum, values)
         if raised:
             total = self._raise_lowest(total)
-        shape = found.scores.shape
+        shape = attention.scores.shape
         sizes = None if shape is None else (shape[2], shape[3])
         if sizes is not None and _ends_in(total, sizes):
             return total

@@ -90,9 +90,9 @@ def find_attentions(model: ir.Model) -> Iterator[FoundAttention]:
     """Yield the attentions of a model's main graph. Its values must have types and shapes."""
     for node in list(model.graph):
         if node.op_type == "Softmax" and _over_last_axis(node):
-            found = _find(node)
-            if found is not None:
-                yield found
+            attention = _find(node)
+            if attention is not None:
+                yield attention
 
 
 def _over_last_axis(softmax: ir.Node) -> bool:
@@ -102,9 +102,9 @@ def _over_last_axis(softmax: ir.Node) -> bool:
 
 
 def _find(softmax: ir.Node) -> FoundAttention | None:
-    context, probabilities = product_after(softmax)
+    context, _ = product_after(softmax)
     path = _path_to_product(softmax.inputs[0])
-    if context is None or path is None or probabilities.dtype not in (FLOAT, None):
+    if context is None or path is None:
         return None
     scores = path[0]
     query, keys = _factor(scores.inputs[0]), _factor(scores.inputs[1])
@@ -125,8 +125,8 @@ def _find(softmax: ir.Node) -> FoundAttention | None:
     if between is None:
         return None
     nodes = (*path, softmax, *between, context)
-    # 0 stands for the operator's default.
-    if not math.isfinite(scale) or scale == 0 or not _only_inside(nodes):
+    # 0 stands for the operator's default, and less is refused.
+    if not 0 < scale < math.inf or not _only_inside(nodes) or not _is_single_precision(nodes):
         return None
     zeroes = any(node.op_type == "Where" for node in between)
     return FoundAttention(query, keys, values, scale, heads, biases, zeroes, nodes)
@@ -164,7 +164,7 @@ def _read_steps(path: list[ir.Node]) -> tuple[float, tuple[Bias, ...]] | None:
         if node.op_type == "Reshape":
             # Swin adds a mask by window: (batch, windows, heads, …) and back.
             windows = not windows
-            if not _has_rank(node.outputs[0], 5 if windows else 4):
+            if not (_splits_windows(node) if windows else _has_rank(node.outputs[0], 4)):
                 return None
             step: list[ScoreStep] | None = []
         else:
@@ -186,6 +186,15 @@ def _read_steps(path: list[ir.Node]) -> tuple[float, tuple[Bias, ...]] | None:
             else:
                 return None
     return None if windows else (scale, tuple(biases))
+
+
+def _splits_windows(reshape: ir.Node) -> bool:
+    """Return True for a Reshape to five dims that splits the first of four alone."""
+    rows = None if reshape.inputs[0] is None else reshape.inputs[0].shape
+    split = reshape.outputs[0].shape
+    if rows is None or split is None or (len(rows), len(split)) != (4, 5):
+        return False
+    return all(same_dim(a, b) for a, b in zip(rows[1:], split[2:], strict=True))
 
 
 def _is_by_window(mask: ir.Value) -> bool:
@@ -238,6 +247,11 @@ def _between(softmax: ir.Node, context: ir.Node) -> list[ir.Node] | None:
 
 def _keeps_type(cast: ir.Node) -> bool:
     return cast.inputs[0] is not None and cast.inputs[0].dtype == cast.outputs[0].dtype
+
+
+def _is_single_precision(nodes: tuple[ir.Node, ...]) -> bool:
+    types = {node.outputs[0].dtype for node in nodes if node.op_type != "IsNaN"}
+    return types <= {FLOAT, None}
 
 
 def _only_inside(nodes: tuple[ir.Node, ...]) -> bool:

@@ -71,7 +71,7 @@ def fuse_attention(model: ir.Model, target: Target) -> Counter[str]:
     infer_types(model, sizes=True)
     standard = target == "cpu" and _can_raise_opset(model)
     writer = _AttentionWriter(model, standard=standard)
-    counts = Counter(writer.write(found) for found in find_attentions(model))
+    counts = Counter(writer.write(attention) for attention in find_attentions(model))
     if counts["Attention"]:
         model.opset_imports[""] = max(model.opset_imports[""], _ATTENTION_OPSET)
         model.ir_version = max(model.ir_version, _ATTENTION_IR_VERSION)
@@ -117,79 +117,79 @@ class _AttentionWriter:
         self._biases = BiasWriter(self._build)
         self._standard = standard
 
-    def write(self, found: FoundAttention) -> str:
+    def write(self, attention: FoundAttention) -> str:
         """Replace one attention; return the operator that computes it."""
-        factors = (found.query, found.keys, found.values)
+        factors = (attention.query, attention.keys, attention.values)
         flat = all(factor.order == HEADS_FIRST for factor in factors)
-        if self._standard and (found.biases or not flat):
-            self._write_standard(found, flat=flat)
+        if self._standard and (attention.biases or not flat):
+            self._write_standard(attention, flat=flat)
             return "Attention"
-        self._write_multi_head(found)
+        self._write_multi_head(attention)
         return "MultiHeadAttention"
 
-    def _write_standard(self, found: FoundAttention, *, flat: bool) -> None:
+    def _write_standard(self, attention: FoundAttention, *, flat: bool) -> None:
         attributes: dict[str, float | int] = {}
-        scale = found.scale
+        scale = attention.scale
         if flat:
-            query, query_scale = self._flat(found.query, found.heads)
-            keys, key_scale = self._flat(found.keys, found.heads)
-            values, _ = self._flat(found.values, found.heads, scaled=False)
+            query, query_scale = self._flat(attention.query, attention.heads)
+            keys, key_scale = self._flat(attention.keys, attention.heads)
+            values, _ = self._flat(attention.values, attention.heads, scaled=False)
             scale *= query_scale * key_scale
-            attributes = {"q_num_heads": found.heads, "kv_num_heads": found.heads}
+            attributes = {"q_num_heads": attention.heads, "kv_num_heads": attention.heads}
         else:
-            query = self._heads_first(found.query)
-            shared = [before_repeat(factor) for factor in (found.keys, found.values)]
+            query = self._heads_first(attention.query)
+            shared = [before_repeat(factor) for factor in (attention.keys, attention.values)]
             groups = {None if value is None else fixed_dim(value, 1) for value in shared}
             keys, values = (
                 value
                 # The operator repeats heads by itself, if keys and values have the same number.
                 if value is not None and len(groups) == 1
                 else self._heads_first(factor)
-                for value, factor in zip(shared, (found.keys, found.values), strict=True)
+                for value, factor in zip(shared, (attention.keys, attention.values), strict=True)
             )
         # The operator gives 0 for a row of which all is masked by -inf or by FP32's lowest number.
         # With a finite number, such a row is the mean of all values.
-        bias = self._biases.write(found, query, keys, raised=True)
+        bias = self._biases.write(attention, query, keys, raised=True)
         inputs = [query, keys, values, *([bias] if bias is not None else [])]
         (output,) = self._build.node("Attention", inputs, {**attributes, "scale": scale})
-        self._name(output, found)
+        self._name(output, attention)
         if flat:
-            self._replace_flat(found, output)
+            self._replace_flat(attention, output)
         else:
-            output.type, output.shape = found.context.type, found.context.shape
-            found.context.replace_all_uses_with(output, replace_graph_outputs=True)
+            output.type, output.shape = attention.context.type, attention.context.shape
+            attention.context.replace_all_uses_with(output, replace_graph_outputs=True)
 
-    def _write_multi_head(self, found: FoundAttention) -> None:
+    def _write_multi_head(self, attention: FoundAttention) -> None:
         build = self._build
-        query, query_scale = self._flat(found.query, found.heads)
-        keys, values, key_scale = self._keys_and_values(found)
-        bias = self._biases.write(found, query, keys, raised=False)
+        query, query_scale = self._flat(attention.query, attention.heads)
+        keys, values, key_scale = self._keys_and_values(attention)
+        bias = self._biases.write(attention, query, keys, raised=False)
         (output,) = build.node(
             "MultiHeadAttention",
             [query, keys, values, *([None, None, bias] if bias is not None else [])],
-            {"num_heads": found.heads, "scale": found.scale * query_scale * key_scale},
+            {"num_heads": attention.heads, "scale": attention.scale * query_scale * key_scale},
             domain=MICROSOFT,
         )
-        self._name(output, found)
-        if found.zeroes_nan and bias is not None and infinity_of(bias) is not Infinity.NEVER:
+        self._name(output, attention)
+        if attention.zeroes_nan and bias is not None and infinity_of(bias) is not Infinity.NEVER:
             # A row of which all is masked is 0, and would be NaN.
             unknown = build("IsNaN", output)
             output = build("Where", unknown, build.constant(np.array(0, np.float32)), output)
-        self._replace_flat(found, output)
+        self._replace_flat(attention, output)
 
-    def _name(self, output: ir.Value, found: FoundAttention) -> None:
+    def _name(self, output: ir.Value, attention: FoundAttention) -> None:
         """Name a node after the product with values, by which it may be kept in FP32."""
-        node, product = output.producer(), found.nodes[-1]
+        node, product = output.producer(), attention.nodes[-1]
         if node is not None and product.name:
             node.name, product.name = product.name, f"{product.name}/replaced"
 
-    def _keys_and_values(self, found: FoundAttention) -> tuple[ir.Value, ir.Value, float]:
+    def _keys_and_values(self, attention: FoundAttention) -> tuple[ir.Value, ir.Value, float]:
         """Return keys and values in a layout that both have without copies, and the keys' scale."""
-        if all(factor.order == HEADS_FIRST for factor in (found.keys, found.values)):
-            keys, scale = self._flat(found.keys, found.heads)
-            values, _ = self._flat(found.values, found.heads, scaled=False)
+        if all(factor.order == HEADS_FIRST for factor in (attention.keys, attention.values)):
+            keys, scale = self._flat(attention.keys, attention.heads)
+            values, _ = self._flat(attention.values, attention.heads, scaled=False)
             return keys, values, scale
-        return self._heads_first(found.keys), self._heads_first(found.values), 1.0
+        return self._heads_first(attention.keys), self._heads_first(attention.values), 1.0
 
     def _heads_first(self, factor: Factor) -> ir.Value:
         """Return a value as (batch, heads, positions, head_dim)."""
@@ -226,21 +226,21 @@ class _AttentionWriter:
             result.shape = ir.Shape([value.shape[axis] for axis in order])
         return result
 
-    def _replace_flat(self, found: FoundAttention, output: ir.Value) -> None:
+    def _replace_flat(self, attention: FoundAttention, output: ir.Value) -> None:
         """Let what reads the context read the output of the fused operator.
 
         It is (batch, sequence, hidden) already, to which most graphs transpose and reshape.
         """
-        build, context = self._build, found.context
-        width = fixed_dim(found.values.source, found.values.order[3])
-        output.type = found.context.type
-        split = build("Reshape", output, build.ints(0, 0, found.heads, width or -1))
+        build, context = self._build, attention.context
+        width = fixed_dim(attention.values.source, attention.values.order[3])
+        output.type = attention.context.type
+        split = build("Reshape", output, build.ints(0, 0, attention.heads, width or -1))
         split.type = output.type
         shape = context.shape
         if shape is not None:
             split.shape = ir.Shape([shape[axis] for axis in HEADS_FIRST])
             output.shape = ir.Shape(
-                [shape[0], shape[2], None if width is None else found.heads * width]
+                [shape[0], shape[2], None if width is None else attention.heads * width]
             )
         for use in list(context.uses()):
             node = use.node
@@ -248,7 +248,7 @@ class _AttentionWriter:
             if perm is None or tuple(perm) != HEADS_FIRST or node.outputs[0].is_graph_output():
                 continue
             for reader in list(node.outputs[0].uses()):
-                if _merges_heads(reader.node, split, found.heads, width):
+                if _merges_heads(reader.node, split, attention.heads, width):
                     reader.node.outputs[0].replace_all_uses_with(output)
             node.outputs[0].replace_all_uses_with(split)
         if context.uses() or context.is_graph_output():
