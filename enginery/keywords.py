@@ -71,9 +71,9 @@ class OptimizeKeywords(TypedDict, total=False):
     io_dtype: Literal["fp32", "same"]
     """The type of float inputs and outputs: `fp32`, or `same` for that of `precision`."""
     level: Literal["O1", "O2", "O3", "O4"] | None
-    """Optimum's level, for cuda and cpu, O2 by default. O1: basic optimizations such as constant
-    folding. O2: also fused attention, LayerNorm and GELU. O3: also the tanh approximation of GELU.
-    O4: O3 in FP16."""
+    """The level of fusions, named as Optimum's, for cuda and cpu; O2 by default. O1: basic
+    optimizations such as constant folding. O2: also fused attention, LayerNorm and GELU. O3: also
+    the tanh approximation of GELU. O4: O3 in FP16."""
     packed: bool
     """For cuda: compute only the tokens that are not padding, which must be on the right. The graph
     then runs on CUDA alone, without CUDA graphs; outputs are 0 at padding."""

@@ -87,8 +87,7 @@ def _packages(stage: str, options: Any, *, is_onnx: bool) -> _Packages:
             traced = (*_PYTORCH, *(_OPTIMUM if exporter == "optimum" else (_FOLDING,)))
             return _Packages((ONNXRUNTIME, *_GRAPHS, *(() if is_onnx else traced)))
         case "optimize", OptimizeConfig():
-            fused = () if options.target == "tensorrt" else (*_PYTORCH, *_OPTIMUM)
-            return _Packages((ONNXRUNTIME, *_GRAPHS, _FOLDING, *fused), rows)
+            return _Packages((ONNXRUNTIME, *_GRAPHS, _FOLDING), rows)
         case "quantize", QuantizeConfig():
             trials = list_capabilities(options) and options.scheme != "dynamic"
             return _Packages((ONNXRUNTIME, *_GRAPHS), (*rows, *([RTX.module] if trials else ())))

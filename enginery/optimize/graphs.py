@@ -18,10 +18,16 @@ from enginery.core.tolerance import Tolerance
 from enginery.optimize.answers import append_answer
 from enginery.optimize.comparison import OutputComparison, compare_outputs, run_on_batches
 from enginery.optimize.config import OptimizeConfig
-from enginery.optimize.fixed_cache import DecoderFiles, add_fixed_cache, wants_fixed_cache
+from enginery.optimize.fixed_cache import (
+    DecoderFiles,
+    FixedCacheGraph,
+    add_fixed_cache,
+    wants_fixed_cache,
+)
 from enginery.optimize.fusions import fuse_graphs
 from enginery.optimize.guard import GuardRecord, cast_guarded
 from enginery.optimize.inputs import range_feeds
+from enginery.optimize.worker import DECOMPOSED
 from enginery.passes.ir.cleanup import clean_graph, non_standard_nodes
 from enginery.passes.ir.graph_file import check_graph, externalize_weights, read_graph, write_graph
 from enginery.passes.ir.nodes import infer_types
@@ -84,9 +90,9 @@ def optimize_graphs(
         _check_standard_ops(artifact)
         prepared = scratch / "clean"
     else:
-        notes, result.peak_rss_bytes = fuse_graphs(artifact, config.level or "O2", scratch)
-        result.notes += notes
         prepared = scratch / "fused"
+        notes, result.peak_rss_bytes = fuse_graphs(artifact, config, prepared)
+        result.notes += notes
     for record in artifact.manifest.graphs:
         # Loading a graph with inline weights takes two to three times their memory.
         source = externalize_weights(artifact.path / record.file, scratch / "outside")
@@ -120,20 +126,27 @@ def optimize_graphs(
             if note:
                 result.notes.append(note)
         if wants_fixed_cache(artifact, record, config):
+            # The cache is found by the operators of attention.
+            decomposed = prepared / DECOMPOSED / record.file
+            made_from = decomposed if decomposed.is_file() else fp32
             # It is cast as its decoder was.
-            fp32_nodes = frozenset(config.keep_fp32)
-            if guard is not None:
-                fp32_nodes |= frozenset(guard.island_names())
-            fixed = add_fixed_cache(artifact, DecoderFiles(record, fp32, out, fp32_nodes), config)
-            result.notes.append(fixed.note)
-            if fixed.record is not None:
-                result.added.append(fixed.record)
-            data_files = fixed.data_files
+            islands = () if guard is None else guard.island_names()
+            fp32_nodes = frozenset((*config.keep_fp32, *islands))
+            files = DecoderFiles(record, made_from, out, fp32_nodes)
+            data_files = _note_fixed_cache(add_fixed_cache(artifact, files, config), result)
         folder = Path(record.file).parent
         result.data_files[record.file] = tuple((folder / name).as_posix() for name in data_files)
         if config.target == "tensorrt":
             _parse_with_tensorrt(out, record, result)
     return result
+
+
+def _note_fixed_cache(fixed: FixedCacheGraph, result: OptimizedGraphs) -> tuple[str, ...]:
+    """Record the attempt at a cache of fixed size; return the data files of the decoder."""
+    result.notes.append(fixed.note)
+    if fixed.record is not None:
+        result.added.append(fixed.record)
+    return fixed.data_files
 
 
 def require_low_nodes(

@@ -31,10 +31,9 @@ from enginery.optimize.guard import GuardRecord, describe_origin
 from enginery.reports.base import Report
 
 STAGE = "optimize"
-STAGE_VERSION = "7"
+STAGE_VERSION = "8"
 """Incremented when the same inputs yield another artifact; part of the fingerprint."""
 TOOLS = ("onnx", "onnx-ir", "onnxscript", "numpy", "tokenizers")
-_FUSION_TOOLS = ("optimum", "optimum-onnx", "transformers")
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ def fingerprint(artifact: Artifact, config: OptimizeConfig) -> Fingerprint:
             "precision of the artifact": artifact.manifest.precision,
         },
         option_fields(config),
-        stage_tools(_tools(config)),
+        stage_tools(TOOLS),
     )
 
 
@@ -100,7 +99,6 @@ def run(
         OptionError: an option is invalid or does not suit the artifact.
         ExportError: a graph cannot be fused or cast, or has ops that TensorRT does not support.
         InputError: the data cannot be read, or a graph fails on it.
-        MissingPackageError: the target requires fusions, and Optimum is not installed.
     """
     started = time.monotonic()
     artifact.require_passed(allow_failed=config.allow_failed)
@@ -133,7 +131,7 @@ def run(
             key,
             config,
             started=started,
-            tools=stage_tools(_tools(config)),
+            tools=stage_tools(TOOLS),
             # Graphs are fused in a process of their own.
             peak_rss_bytes=max(peak_rss_bytes(), optimized.peak_rss_bytes),
             notes=optimized.notes,
@@ -162,10 +160,6 @@ def summarize(target: str, precision: str, records: list[GuardRecord]) -> str:
         f"{describe_origin(records)}"
     )
     return f"{summary}; {worst.describe()}" if worst else summary
-
-
-def _tools(config: OptimizeConfig) -> tuple[str, ...]:
-    return TOOLS if config.target == "tensorrt" else (*TOOLS, *_FUSION_TOOLS)
 
 
 def _manifest(

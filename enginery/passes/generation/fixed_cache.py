@@ -26,7 +26,6 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from enginery.core.model.feeds import FeedLimits
 from enginery.passes.generation.attention import Attention, find_attention
-from enginery.passes.generation.builder import Builder
 from enginery.passes.generation.folding import SizeFolder, cancel_views
 from enginery.passes.generation.last_position import (
     data_input,
@@ -43,6 +42,7 @@ from enginery.passes.generation.sizes import (
     UnsuitableGraphError,
 )
 from enginery.passes.generation.visibility import Visibility, measure_visibility
+from enginery.passes.ir.builder import Builder
 from enginery.passes.ir.graph_file import read_graph
 from enginery.passes.ir.nodes import clear_shapes, infer_types
 from enginery.passes.ir.op_types import MICROSOFT

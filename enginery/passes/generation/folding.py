@@ -9,7 +9,6 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from enginery.passes.generation.builder import Builder
 from enginery.passes.generation.sizes import (
     LONE_STEP,
     RUNS,
@@ -19,6 +18,7 @@ from enginery.passes.generation.sizes import (
     UnsuitableGraphError,
     solve_sizes,
 )
+from enginery.passes.ir.builder import Builder
 
 _ALL_RUNS = (*RUNS, LONE_STEP)
 _PREFIX = "fixed_cache/size"

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from enginery.passes.generation.builder import Builder
+from enginery.passes.ir.builder import Builder
 from enginery.passes.ir.op_types import MICROSOFT
 
 _NORM, _FUSED = "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization"

@@ -39,8 +39,13 @@ def all_nodes(model: ir.Model) -> Iterator[ir.Node]:
     return (node for graph in all_graphs(model.graph) for node in graph)
 
 
-def infer_types(model: ir.Model) -> None:
-    """Infer the type and, if known, the shape of every value; name nodes that have no name."""
+def infer_types(model: ir.Model, *, sizes: bool = False) -> None:
+    """Infer the type and, if known, the shape of every value; name nodes that have no name.
+
+    Args:
+        model: the model, changed in place.
+        sizes: follow sizes through the operators that compute shapes, so that more are known.
+    """
     ensure_unique_node_names(model)
     logger = logging.getLogger("onnx_ir")
     level = logger.level
@@ -51,7 +56,7 @@ def infer_types(model: ir.Model) -> None:
         for node in norms:
             node.op_type = "LayerNormalization"
         # Not strict: ONNX has no schemas for ONNX Runtime's own ops, which graphs may contain.
-        ShapeInferencePass(check_type=False, strict_mode=False, data_prop=False)(model)
+        ShapeInferencePass(check_type=False, strict_mode=False, data_prop=sizes)(model)
     finally:
         for node in norms:
             node.op_type = "SimplifiedLayerNormalization"

@@ -47,7 +47,7 @@ def quantize_dynamically(source: Path, out: Path, exclude: Sequence[str] = ()) -
             per_channel=True,
             weight_type=QuantType.QInt8,
             use_external_data_format=bool(data_files),
-            nodes_to_exclude=[*_computed_convolutions(source), *excluded],
+            nodes_to_exclude=[*_refused_nodes(source), *excluded],
             # ONNX cannot infer the output types of fused ops; they are float32.
             extra_options={"MatMulConstBOnly": True, "DefaultTensorType": _FLOAT32},
         )
@@ -56,18 +56,23 @@ def quantize_dynamically(source: Path, out: Path, exclude: Sequence[str] = ()) -
     return tuple(external_data_files(out))
 
 
-def _computed_convolutions(source: Path) -> list[str]:
-    """Return the names of convolutions with a bias whose weights are computed.
+def _refused_nodes(source: Path) -> list[str]:
+    """Return the names of nodes that the quantizer would fail on.
 
-    The quantizer rejects them. VITS normalizes its weights in the graph.
+    It rejects convolutions with a bias whose weights are computed: VITS normalizes its weights in
+    the graph. It takes ONNX's Attention, which has no weights, for that of com.microsoft.
     """
     graph = load_graph(source).graph
     weights = {tensor.name for tensor in graph.initializer}
-    return [
+    convolutions = [
         node.name
         for node in graph.node
         if node.op_type == "Conv" and len(node.input) == 3 and node.input[1] not in weights
     ]
+    attentions = [
+        node.name for node in graph.node if node.op_type == "Attention" and not node.domain
+    ]
+    return [*convolutions, *attentions]
 
 
 def _without_types_of_weights(source: Path) -> Any:

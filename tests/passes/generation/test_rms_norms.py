@@ -5,8 +5,8 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from enginery.passes.generation.builder import Builder
 from enginery.passes.generation.rms_norms import fuse_norms, fuse_residuals
+from enginery.passes.ir.builder import Builder
 from enginery.passes.ir.nodes import infer_types
 
 NORM = """<ir_version: 9, opset_import: ["" : 18]>
