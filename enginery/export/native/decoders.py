@@ -29,7 +29,7 @@ from enginery.core.shapes import Dim, TensorSpec
 from enginery.export.generation import arrange_decoder, replace_graphs
 from enginery.export.graphs import TracedInputs
 from enginery.export.native.inputs import ModelInputs
-from enginery.export.native.lowering import Lowered, Route, lower
+from enginery.export.native.lowering import Lowered, Route, Signature, lower
 from enginery.passes.generation.linear import remove_idle_reshapes
 from enginery.passes.generation.unattended import keep_unattended_rows
 from enginery.passes.ir.graph_file import read_graph
@@ -241,9 +241,7 @@ def write_graph(
     with _forward_replaced(model, forward):
         lowered = lower(
             model,
-            feeds,
-            interface.inputs.dims(),
-            [spec.name for spec in interface.outputs],
+            Signature(feeds, interface.inputs.dims(), [spec.name for spec in interface.outputs]),
             out / interface.file,
             opset=opset,
             routes=routes,

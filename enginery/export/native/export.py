@@ -25,7 +25,7 @@ from enginery.export.native.decoders import TracedGraph, export_decoder
 from enginery.export.native.encoder_decoders import export_encoder_decoder
 from enginery.export.native.inputs import ModelInputs, describe_inputs, with_image_size
 from enginery.export.native.known_gaps import require_supported
-from enginery.export.native.lowering import Route, available_routes, lower
+from enginery.export.native.lowering import Route, Signature, available_routes, lower
 from enginery.export.native.tasks import choose_outputs, choose_task
 from enginery.export.positions import find_length_limit
 from enginery.export.sentence_modules import write_module_weights
@@ -169,9 +169,7 @@ def _lower_at(
         raise ExportError(f"PyTorch rejects the example inputs: {first_line(error)}") from error
     lowered = lower(
         model,
-        feeds,
-        inputs.dims(),
-        choose_outputs(model, task, results),
+        Signature(feeds, inputs.dims(), choose_outputs(model, task, results)),
         out / _GRAPH,
         opset=opset,
         routes=routes,

@@ -1,6 +1,6 @@
 """Lower a PyTorch module to an ONNX graph whose named dims vary.
 
-    lowered = lower(model, feeds, dims, ["logits"], out / "model.onnx", opset=20)
+    lowered = lower(model, Signature(feeds, dims, ["logits"]), out / "model.onnx", opset=20)
     lowered.route, lowered.dims    # "transformers", "named"
 
 This is the only module that touches `transformers.exporters`, which changes between minor versions,
@@ -53,6 +53,20 @@ _SYMBOL = re.compile(r"[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True)
+class Signature:
+    """The inputs and outputs that a graph is to have."""
+
+    feeds: Mapping[str, torch.Tensor]
+    """Example inputs by the graph's names, in their order, on the module's device. Sizes should be
+    coprime: torch takes equal ones for one dim, and 0 and 1 for constants."""
+    dims: Dims
+    """The dynamic axes of each input. A sum, such as `past_sequence + sequence`, follows from
+    others."""
+    outputs: Sequence[str]
+    """The graph's names of the outputs."""
+
+
+@dataclass(frozen=True)
 class Lowered:
     """How a graph was lowered."""
 
@@ -82,9 +96,7 @@ def available_routes() -> tuple[Route, ...]:
 
 def lower(
     module: torch.nn.Module,
-    feeds: Mapping[str, torch.Tensor],
-    dims: Dims,
-    outputs: Sequence[str],
+    signature: Signature,
     path: Path,
     *,
     opset: int,
@@ -95,11 +107,7 @@ def lower(
     Args:
         module: takes the feeds by name, and returns a mapping that has the outputs, or a sequence
             of them in their order. It is in evaluation mode.
-        feeds: example inputs by the graph's names, in their order, on the module's device. Sizes
-            should be coprime: torch takes equal ones for one dim, and 0 and 1 for constants.
-        dims: the dynamic axes of each input. A sum, such as `past_sequence + sequence`, follows
-            from others.
-        outputs: the graph's names of the outputs.
+        signature: the graph's inputs and outputs.
         path: the ONNX file; large weights go to a file beside it.
         opset: the ONNX operator set.
         routes: the exporters to try; empty for all of this environment.
@@ -108,13 +116,13 @@ def lower(
         ExportError: no route works, or each fixes a dim that must vary.
     """
     failures: list[str] = []
-    smaller = _smaller_feeds(feeds, dims)
-    expected = _run_module(module, smaller, outputs)
+    smaller = _smaller_feeds(signature.feeds, signature.dims)
+    expected = _run_module(module, smaller, signature.outputs)
     with _exportable_experts(module), _symbolic_len(module):
         for route in routes or available_routes():
-            for kind in _kinds(dims):
+            for kind in _kinds(signature.dims):
                 try:
-                    model = _attempt(module, feeds, dims, outputs, opset, route, kind)
+                    model = _attempt(module, signature, opset, route, kind)
                     write_graph(model, path)
                     _compare(path, smaller, expected)
                 except _LoweringError as error:
@@ -136,14 +144,13 @@ def _kinds(dims: Dims) -> tuple[DimKind, ...]:
 
 def _attempt(
     module: torch.nn.Module,
-    feeds: Mapping[str, torch.Tensor],
-    dims: Dims,
-    outputs: Sequence[str],
+    signature: Signature,
     opset: int,
     route: Route,
     kind: DimKind,
 ) -> ir.Model:
     """Return a graph with the names that were asked for."""
+    feeds, dims, outputs = signature.feeds, signature.dims, signature.outputs
     arguments = dict(zip(_identifiers(feeds), feeds.values(), strict=True))
     shapes = {
         argument: _shapes(dims.get(name, {}), kind)

@@ -8,7 +8,7 @@ import torch
 
 from enginery.core.errors import ExportError
 from enginery.export.native import lowering
-from enginery.export.native.lowering import available_routes, lower
+from enginery.export.native.lowering import Signature, available_routes, lower
 
 TOKENS = {0: "batch", 1: "sequence"}
 
@@ -61,7 +61,7 @@ def test_names_and_dims_are_those_that_were_asked_for(tmp_path, route):
     path = tmp_path / "model.onnx"
     module = Step()
     lowered = lower(
-        module, feeds, dims, ["logits", "present.0.key"], path, opset=20, routes=(route,)
+        module, Signature(feeds, dims, ["logits", "present.0.key"]), path, opset=20, routes=(route,)
     )
     assert lowered.route == route
     names = dims_of(path)
@@ -79,7 +79,12 @@ def test_names_and_dims_are_those_that_were_asked_for(tmp_path, route):
 
 def test_no_path_of_this_machine_is_in_the_graph(tmp_path):
     path = tmp_path / "model.onnx"
-    lower(Scaled(lambda _: 2), {"x": torch.randn(3, 5)}, {"x": TOKENS}, ["y"], path, opset=20)
+    lower(
+        Scaled(lambda _: 2),
+        Signature({"x": torch.randn(3, 5)}, {"x": TOKENS}, ["y"]),
+        path,
+        opset=20,
+    )
     assert b".py" not in path.read_bytes()
 
 
@@ -90,7 +95,9 @@ def test_output_that_is_an_input_or_another_output_keeps_its_name(tmp_path):
             return {"a": doubled, "b": doubled, "c": x}
 
     path = tmp_path / "model.onnx"
-    lower(Same(), {"x": torch.randn(3, 5)}, {"x": TOKENS}, ["a", "b", "c"], path, opset=20)
+    lower(
+        Same(), Signature({"x": torch.randn(3, 5)}, {"x": TOKENS}, ["a", "b", "c"]), path, opset=20
+    )
     assert list(dims_of(path)) == ["x", "a", "b", "c"]
 
 
@@ -101,7 +108,9 @@ def test_length_of_a_tensor_is_a_dim(tmp_path, route):
             return {"y": x * torch.ones(len(x), 1), "z": x.new_zeros(len([1, 2]))}
 
     feeds, path = {"x": torch.randn(3, 5)}, tmp_path / "model.onnx"
-    lowered = lower(Length(), feeds, {"x": TOKENS}, ["y", "z"], path, opset=20, routes=(route,))
+    lowered = lower(
+        Length(), Signature(feeds, {"x": TOKENS}, ["y", "z"]), path, opset=20, routes=(route,)
+    )
     assert lowered.dims == "named"
     assert "len" not in globals()
 
@@ -114,7 +123,7 @@ def test_number_of_rows_that_a_module_takes_for_a_constant_is_an_error(tmp_path,
 
     feeds, path = {"x": torch.randn(3, 5)}, tmp_path / "model.onnx"
     with pytest.raises(ExportError, match=r"cannot be lowered to ONNX.*with auto dims: the graph"):
-        lower(Rows(), feeds, {"x": TOKENS}, ["y"], path, opset=20, routes=(route,))
+        lower(Rows(), Signature(feeds, {"x": TOKENS}, ["y"]), path, opset=20, routes=(route,))
 
 
 def test_dim_that_the_exporter_fixes_is_an_error(tmp_path, monkeypatch):
@@ -122,7 +131,13 @@ def test_dim_that_the_exporter_fixes_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(lowering, "_with_torch", lambda *args: right(*args[:2], {"x": None}, 20))
     feeds, path = {"x": torch.randn(3, 5)}, tmp_path / "model.onnx"
     with pytest.raises(ExportError, match="fixed batch at 3, which must vary"):
-        lower(Scaled(lambda _: 2), feeds, {"x": TOKENS}, ["y"], path, opset=20, routes=("dynamo",))
+        lower(
+            Scaled(lambda _: 2),
+            Signature(feeds, {"x": TOKENS}, ["y"]),
+            path,
+            opset=20,
+            routes=("dynamo",),
+        )
 
 
 def test_graph_that_computes_with_the_size_of_the_example_is_refused(tmp_path, monkeypatch):
@@ -136,4 +151,4 @@ def test_graph_that_computes_with_the_size_of_the_example_is_refused(tmp_path, m
     feeds, path = {"x": torch.randn(3, 5)}, tmp_path / "m.onnx"
     module = Scaled(lambda x: x.shape[1])
     with pytest.raises(ExportError, match=r"y differs from PyTorch's by .* for x \(2, 3\)"):
-        lower(module, feeds, {"x": TOKENS}, ["y"], path, opset=20, routes=("dynamo",))
+        lower(module, Signature(feeds, {"x": TOKENS}, ["y"]), path, opset=20, routes=("dynamo",))
