@@ -57,6 +57,8 @@ ValidationStatus = Literal["passed", "failed", "none"]
 GRAPHS = "onnx"
 """The folder of the graphs in the layout of the Hub; in other artifacts they are in the root."""
 _REMEDY = "Do not use it. Make it again from its source."
+_LINKED_BYTES = 1 << 20
+"""Size from which on a file is linked instead of copied."""
 _OPEN_ATTEMPTS = 20
 """How often an artifact is read whose reports another process writes meanwhile. A check writes one;
 of a process that writes hundreds, a reader on a busy machine may miss a few in a row."""
@@ -421,7 +423,7 @@ def link_or_copy(source: Path, target: Path, *, linked: bool = True) -> None:
         linked: False for external data. onnx-ir and newer versions of onnx reject external data
             with several hard links, because a link may lead to a file outside the model.
     """
-    if linked and source.stat().st_size >= 1 << 20:
+    if linked and source.stat().st_size >= _LINKED_BYTES:
         target.parent.mkdir(parents=True, exist_ok=True)
         with suppress(OSError):  # another file system, or one without hard links
             os.link(source, target)
