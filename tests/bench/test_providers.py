@@ -172,6 +172,8 @@ def test_plain_session_shrinks_the_arena_after_each_run(detector):
 
 
 def test_optimum_gets_the_provider_options(bert, monkeypatch):
+    import optimum.onnxruntime as optimum_ort
+
     from enginery.bench.backends import frameworks
 
     given = {}
@@ -185,7 +187,7 @@ def test_optimum_gets_the_provider_options(bert, monkeypatch):
             given.update(options)
             return cls()
 
-    monkeypatch.setattr(frameworks.optimum_ort, "ORTModelForFeatureExtraction", Model)
+    monkeypatch.setattr(optimum_ort, "ORTModelForFeatureExtraction", Model)
     cuda = {"providers": [asdict(spec) for spec in parse_providers(CUDA)]}
     model = frameworks.OptimumBackend(
         bert.artifact, bert.record, {**cuda, "io_binding": False}, LoadOptions()

@@ -290,7 +290,11 @@ BROKEN = {
         5,
         "option 'out' for predict is missing",
     ),
-    "dtype on the CPU": (HEAD + "  - export:\n      dtype: bf16\n", 5, "no BF16 kernels"),
+    "dtype on the CPU": (
+        HEAD + "  - export:\n      dtype: bf16\n      exporter: optimum\n",
+        5,
+        "no BF16 kernels",
+    ),
     # profiles
     "profile that is none": (
         HEAD + EXPORT + "  - validate:\n      rows: 8\n      profile: batch\n",
