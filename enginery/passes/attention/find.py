@@ -291,7 +291,7 @@ def _factor(value: ir.Value | None, *, scaled: bool = True) -> Factor | None:
 def _before_transposition(node: ir.Node) -> ir.Value | None:
     """Return the (batch, heads, a, b) of which a Reshape is the transposition of the last two dims.
 
-    PyTorch's exporter of today reshapes to three dims before, and back to four after.
+    torch's dynamo exporter reshapes to three dims before, and back to four after.
     """
     swap = None if node.op_type != "Reshape" or not node.inputs[0] else node.inputs[0].producer()
     if swap is None or swap.op_type != "Transpose" or swap.inputs[0] is None:
