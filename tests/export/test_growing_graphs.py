@@ -143,7 +143,7 @@ def test_export_stays_within_two_gigabytes_and_a_minute(tmp_path, name):
     assert peak < MOST_BYTES
     assert status in (0, 2), err
     if status == 2:
-        assert "error: " in last
+        assert "error: " in err
 
 
 @pytest.mark.slow
@@ -166,4 +166,5 @@ def test_commands_that_load_the_graph_themselves_do_too(tmp_path, command, name)
     print(f"\n{command} {name}: {figures}: {err.strip()[-200:]}")  # noqa: T201
     assert "Traceback" not in err
     assert peak < MOST_BYTES
-    assert status in (1, 2), err
+    # lint runs no graph, so one that grows only when it runs has no findings.
+    assert status in ((0, 2) if command == "lint" else (1, 2)), err
