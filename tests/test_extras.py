@@ -158,8 +158,10 @@ def test_every_command_and_function_is_called():
 
 @pytest.mark.parametrize(
     ("wanted", "expected"),
-    [("enginery", BARE), ("enginery[gpu,serve]", SERVE)],
-    ids=["bare", "serve"],
+    [
+        pytest.param("enginery", BARE, id="bare"),
+        pytest.param("enginery[gpu,serve]", SERVE, id="serve", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.more
 def test_missing_extra_is_named_by_every_command_and_function(

@@ -15,7 +15,7 @@ import os
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +68,17 @@ AUDIO_KINDS = ("wav2vec2", "hubert", "audio-spectrogram-transformer", "whisper")
 CTC_KINDS = ("wav2vec2", "hubert")
 
 
-def with_more(kinds: Iterable[str], *quick: str) -> list[Any]:
-    """Return kinds as parameters of a test; those that are not quick are marked `more`."""
+def with_more(kinds: Collection[str], *quick: str) -> list[Any]:
+    """Return kinds as parameters of a test; the others than the quick ones are marked.
+
+    They are `more` and `slow` by turns.
+    """
     import pytest
 
-    marks = {kind: () if kind in quick else pytest.mark.more for kind in kinds}
-    return [pytest.param(kind, marks=mark) for kind, mark in marks.items()]
+    longer = [kind for kind in kinds if kind not in quick]
+    marks = dict.fromkeys(longer[::2], pytest.mark.more)
+    marks |= dict.fromkeys(longer[1::2], pytest.mark.slow)
+    return [pytest.param(kind, marks=marks.get(kind, ())) for kind in kinds]
 
 
 LABELS = {

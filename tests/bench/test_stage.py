@@ -95,7 +95,7 @@ def test_two_artifacts_are_compared(bert, tmp_path):
     assert stored[0] == stored[1]
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_backend_that_fails_to_start_is_an_error_if_named_and_left_out_by_auto(bert):
     source = bert.manifest.source.model_copy(update={"id": "/gone", "sha256": "0" * 64})
     broken = type(bert)(bert.path, bert.manifest.model_copy(update={"source": source}))

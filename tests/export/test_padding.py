@@ -53,7 +53,7 @@ MORE = [
 @pytest.mark.more
 @pytest.mark.parametrize(
     ("kind", "special", "tokenizer", "config", "padding"),
-    [*PADDED, *(pytest.param(*case, marks=pytest.mark.more) for case in MORE)],
+    [*PADDED, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
 )
 def test_texts_are_padded_so_that_they_keep_their_answers(
     kind, special, tokenizer, config, padding, tmp_path, monkeypatch

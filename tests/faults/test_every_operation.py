@@ -27,6 +27,7 @@ OFFSET = int(os.environ.get("FAULTS_OFFSET", "0"))
 NAMES = [scenario.name for scenario in scenarios(None)]
 STEP = 20
 QUICK = ("store", "annotate", "publish", "pull")
+SLOW = ("optimize over another artifact", "predict over an older output")
 FAULTS = {
     "fails once": lambda number: FailOnce(number, errno.EIO),
     "is denied once": lambda number: FailOnce(number, errno.EACCES),
@@ -92,9 +93,15 @@ def run_and_stop(sandbox, scenario, fault):
     return operations.count >= fault.number
 
 
+def mark_of(name):
+    if name in QUICK:
+        return ()
+    return pytest.mark.slow if name in SLOW else pytest.mark.more
+
+
 @pytest.mark.parametrize(
     "scenario",
-    [pytest.param(name, marks=() if name in QUICK else pytest.mark.more) for name in NAMES],
+    [pytest.param(name, marks=mark_of(name)) for name in NAMES],
     indirect=True,
 )
 def test_some_of_the_operations(sandbox, scenario):

@@ -139,7 +139,7 @@ def small(kind):
 
 @pytest.mark.more
 @TARGETS
-@pytest.mark.parametrize("kind", ["bert", "llama"])
+@pytest.mark.parametrize("kind", [pytest.param("bert", marks=pytest.mark.slow), "llama"])
 def test_every_attention_of_pytorchs_graphs(kind, target, tmp_path):
     import torch
 

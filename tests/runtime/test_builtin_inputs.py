@@ -19,6 +19,7 @@ KINDS = {
     "wavlm": ("audio-classification", "sounds of 16000, 1–2"),
     "audio-spectrogram-transformer": ("audio-classification", "sounds 1–4"),
 }
+SLOW = ("layoutlmv3", "owlvit", "wavlm")
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,10 @@ def artifacts(tmp_path_factory):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(k, marks=pytest.mark.slow if k in SLOW else ()) for k in KINDS],
+)
 def test_real_inputs_are_compared(kind, artifacts):
     report = validate_model(artifacts(kind), effort="quick")
     assert report.passed, report.summary

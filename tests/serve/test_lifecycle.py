@@ -268,7 +268,9 @@ def test_connections_in_the_backlog_are_taken_when_listening_stops():
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("round_", range(3))
+@pytest.mark.parametrize(
+    "round_", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 2))]
+)
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "new"])
 @pytest.mark.parametrize("processes", [1, 2])
 def test_sigterm_under_load_loses_no_request(start, keep, processes, round_):

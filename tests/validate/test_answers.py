@@ -209,8 +209,12 @@ def test_metrics_say_what_was_compared():
         ("bert", "text-classification", 8),
         ("vit", "image-classification", 3),
         *(
-            pytest.param(kind, task, count, marks=pytest.mark.more)
-            for kind in ("bert", "roberta", "deberta-v2")
+            pytest.param(kind, task, count, marks=mark)
+            for kind, mark in (
+                ("bert", pytest.mark.slow),
+                ("roberta", pytest.mark.slow),
+                ("deberta-v2", pytest.mark.more),
+            )
             for task, count in TEXTS.items()
         ),
         pytest.param("vit", "feature-extraction", 3, marks=pytest.mark.more),

@@ -12,6 +12,7 @@ from enginery.core.artifact.artifact import Artifact, commit_artifact
 from enginery.core.errors import ExportError
 from enginery.core.model.source import resolve_source
 from enginery.runtime.pytorch.runner import load_pytorch
+from tests import tiny
 from tests.validate.faults.checkpoints import EXTRA, HARMLESS, QUANTIZED, QUERY
 
 HARM = 0.01
@@ -94,9 +95,7 @@ def test_artifact_of_a_checkpoint_with_more_tensors_fails(planted, home, name):
     assert report.summary.startswith("the checkpoint has tensors that no model was compared with")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.more) for name in HARMLESS if name != "old names"]
-)
+@pytest.mark.parametrize("name", tiny.with_more([name for name in HARMLESS if name != "old names"]))
 def test_checkpoint_with_harmless_tensors_passes(planted, home, name):
     path = planted(HARMLESS[name])
     assert effect(path, planted(dict, "truth")) == 0

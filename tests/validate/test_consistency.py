@@ -120,7 +120,7 @@ def test_fault_at_some_sizes_fails(exported, copied, fault, found_at):
     )
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_thorough_runs_every_length(exported, copied):
     artifact = faults.break_graph(
         copied(exported(*FEATURES)), weaken_attention("length", "Equal", 100, times=3)

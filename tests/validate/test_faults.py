@@ -93,7 +93,7 @@ def test_ignored_attention_mask_fails_only_on_padded_inputs(verdict):
     assert any(case.kind == "answer" and not case.passed for case in report.cases)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_ignored_attention_mask_of_a_decoder(verdict):
     report = verdict(("gpt2", "text-generation-with-past"), faults.ignore_mask)
     failed = [case for case in report.cases if not case.passed and "padded" not in case.name]

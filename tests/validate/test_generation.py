@@ -391,7 +391,7 @@ def test_speech_is_transcribed(home, tmp_path):
         validated(artifact, data=str(tmp_path / "whisper"))
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_other_features_of_sounds_fail(home, edited, tmp_path):
     source = save_whisper(tmp_path / "whisper")
     file = "preprocessor_config.json"

@@ -59,7 +59,7 @@ def test_values_that_are_dropped_in_inference_are_pytorchs(speecht5):
     assert {spec.dims[0] for spec in with_past.inputs} == {1}
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_noise_of_another_size_fails(vits, copied):
     def shrink(model):
         """Multiply what is drawn last."""

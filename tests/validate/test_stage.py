@@ -79,7 +79,7 @@ def test_every_graph_has_to_be_compared_on_an_input():
                 "sounds of 80000, 1",
                 "sounds of 48000, 1",
             ],
-            marks=pytest.mark.more,
+            marks=pytest.mark.slow,
         ),
         (("gpt2", "text-generation-with-past"), ["one", "small", "odd", "ragged", "longest"], []),
     ],

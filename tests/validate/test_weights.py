@@ -313,7 +313,7 @@ def test_a_dropped_batch_normalization_is_not_compared(varied, tmp_path):
     assert sorted(found.unused) == [f"{module}.normalization.{role}" for role in roles]
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_batch_normalization_that_torchs_exporter_has_folded(varied, home):
     source = resolve_record(varied("resnet", "image-classification").manifest.source).path
     found = compare(export_model(str(source), task="image-classification", exporter="dynamo"))

@@ -171,7 +171,7 @@ def test_tokens_are_those_of_generate(decoder, tmp_path):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("kind", ["llama", "t5"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("t5", marks=pytest.mark.slow)])
 def test_nothing_is_left_that_computes_sizes(decoder, tmp_path, kind):
     _, _, facts = decoder(kind)
     model, _ = fixed(facts, tmp_path / "fixed.onnx", grouped=True)

@@ -112,7 +112,7 @@ def test_static_int8_of_a_translator_on_own_texts_and_from_its_ranges(
         assert (again.path / file).read_bytes() == (artifact.path / file).read_bytes()
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_wrong_scale_in_the_step_of_int8_fails(translator, tmp_path, home, quantized):
     """A cache that is made up has no limit, so a fault must show elsewhere."""
     artifact = quantized(translator, TEXTS[:8])

@@ -75,7 +75,7 @@ def reference(source, prompt=None, **options):
 _slow = pytest.mark.slow
 SOME = [
     "trocr",
-    pytest.param("donut", marks=pytest.mark.more),
+    pytest.param("donut", marks=_slow),
     *(pytest.param(k, marks=_slow) for k in ("deit-trocr", "vit-gpt2")),
 ]
 

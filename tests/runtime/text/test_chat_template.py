@@ -146,7 +146,13 @@ LARGE = [
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("text", LARGE, ids=range(len(LARGE)))
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(text, id=str(number), marks=pytest.mark.slow if number % 3 else ())
+        for number, text in enumerate(LARGE)
+    ],
+)
 def test_no_template_takes_gigabytes(tmp_path, monkeypatch, text):
     monkeypatch.setattr(chat_template, "_LIMITS", ResourceLimits(seconds=2.0))
     template = ChatTemplate(text, tmp_path / "t.jinja")

@@ -143,7 +143,7 @@ QUESTIONS = [
 # Optimum does not export ModernBERT for question answering.
 @pytest.mark.parametrize("allow_none", [False, True])
 @pytest.mark.parametrize(
-    "kind", with_more((kind for kind in TEXT_KINDS if kind != "modernbert"), "bert", "roberta")
+    "kind", with_more([kind for kind in TEXT_KINDS if kind != "modernbert"], "bert", "roberta")
 )
 def test_question_answers_equal_the_pipeline(tiny, kind, allow_none):
     source = tiny.source(kind, "question-answering")

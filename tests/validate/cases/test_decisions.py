@@ -7,6 +7,7 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.shapes import TensorSpec
 from enginery.validate.cases.decisions import find_decisions
+from tests.tiny import with_more
 from tests.validate.faults.graph_editor import GraphEditor
 from tests.validate.faults.sizes import ENCODER, IDS
 
@@ -91,8 +92,7 @@ def test_sizes_around_a_threshold_are_found(tmp_path, name):
     assert any(wanted.items() <= sizes.items() for sizes in result.sizes), result.sizes
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("name", ENCODER)
+@pytest.mark.parametrize("name", with_more(ENCODER))
 def test_every_fault_by_size_adds_a_case(tmp_path, sound, name):
     result = find_decisions(write(tmp_path / "model.onnx", ENCODER[name]), RECORD, LIMITS)
     assert len(result.cases(RECORD, LIMITS, seed=0)) > 0
