@@ -66,8 +66,9 @@ class OptimizeKeywords(TypedDict, total=False):
     target: Literal["cuda", "tensorrt", "cpu"]
     """What will run the graph. `tensorrt` gets standard ops only; `cuda` and `cpu` get ONNX
     Runtime's fused ops, which TensorRT cannot parse."""
-    precision: Literal["fp32", "fp16", "bf16"]
-    """The type of weights and activations. TensorRT follows the types in the graph."""
+    precision: Literal["auto", "fp32", "fp16", "bf16"]
+    """The type of weights and activations; `auto` is FP32 for the target cpu, else FP16. TensorRT
+    follows the types in the graph."""
     io_dtype: Literal["fp32", "same"]
     """The type of float inputs and outputs: `fp32`, or `same` for that of `precision`."""
     level: Literal["O1", "O2", "O3", "O4"] | None
@@ -109,6 +110,9 @@ class QuantizeKeywords(TypedDict, total=False):
     rows: int
     """Number of rows to read, evenly spread over the file. A quarter of them is held out to measure
     the accuracy: at most 128 rows, or 1024 with `accuracy_budget`."""
+    held_out: str
+    """Other rows to measure the accuracy on, in a file like `data`, whose rows all calibrate then.
+    At most 128 are read, or 1024 with `accuracy_budget`, evenly spread over the file."""
     method: Literal["percentile", "minmax", "moving-average", "entropy", "mse"]
     """Method that derives the range of an activation from its histogram."""
     percentile: float
@@ -372,7 +376,8 @@ class PredictKeywords(TypedDict, total=False):
     encoding: str
     """Encoding of CSV, TSV, JSONL and text input. A row with other bytes is a bad row."""
     prefix: str
-    """Prefix of the prediction's columns, for inputs that already have columns of these names."""
+    """Prefix of the names of the prediction's columns. Empty: a column gets the prefix
+    `predicted_` if the input already has one of its name, as labelled data have `label`."""
     top_k: int
     """Number of labels, answers or fillings per row, best first; 0 for all labels. Above 1, labels
     and answers are also written as a list."""

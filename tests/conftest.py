@@ -42,11 +42,14 @@ def session_home(shared_directory):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _share_tiny_artifacts(shared_directory):
-    """Export each tiny artifact once for all worker processes."""
+def _share_tiny_artifacts(shared_directory, session_home):
+    """Export each tiny artifact once for all worker processes, and nothing to the user's store."""
     tiny.CACHE = shared_directory / "tiny"
     tiny.CACHE.mkdir(exist_ok=True)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        # Fixtures of a module or the session run before `home`, which is a test's.
+        patch.setenv("ENGINERY_HOME", str(session_home))
+        yield
     tiny.CACHE = None
 
 

@@ -34,6 +34,7 @@ def command_lines(artifact, folder):
         "bench": ["bench", artifact, "--batch", "1", "--sequence", "8", "--against", "pytorch"],
         "report": ["report", artifact],
         "predict": ["predict", artifact, "--input", out("rows.csv"), "--out", out("out.csv")],
+        "try": ["try", artifact, "The engine is warm."],
         "serve": ["serve", artifact, "--host", "nowhere.invalid"],
         "publish": ["publish", artifact, "hf://org/name", "--allow-failed"],
         "pull": ["pull", "hf://org/name", out("pulled")],

@@ -76,6 +76,7 @@ MODELS = {
     "all-minilm": ("bert", "feature-extraction"),
     "my-model": ("bert", "token-classification"),
     "my-classifier": ("bert", "text-classification"),
+    "my-answers": ("bert", "question-answering"),
     "my-vit": ("vit", "image-classification"),
     "my-speech": ("wav2vec2", "automatic-speech-recognition"),
     "my-t5": ("t5", "text2text-generation"),
@@ -85,6 +86,7 @@ ARTIFACTS = {
     "build/minilm": "all-minilm",
     "build/name": "all-minilm",
     "build/classifier": "my-classifier",
+    "build/answers": "my-answers",
     "build/vit": "my-vit",
     "build/speech": "my-speech",
 }
@@ -138,6 +140,9 @@ class Shelf:
             path.mkdir()
             for index, image in enumerate(synthetic_images(3)):
                 Image.fromarray(image).save(path / f"{index}.png")
+            return path
+        if name.startswith("photos/"):
+            self.has("photos")
             return path
         if name == "pages":
             return save_pages(path, 64)

@@ -41,6 +41,7 @@ COMMANDS = {
     "bench": "bench",
     "report": "bench",
     "predict": "predict",
+    "try": "try_out",
     "serve": "serve",
     "publish": "publish",
     "pull": "publish",
@@ -120,6 +121,18 @@ class Output:
 
 
 OUTPUT = Output()
+
+
+def decode_argument(argument: str, name: str) -> str:
+    """Return an argument as UTF-8 text, also if the locale is ASCII.
+
+    Raises:
+        OptionError: it is other bytes; the message has the argument's name.
+    """
+    try:
+        return os.fsencode(argument).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise OptionError(f"{name} {argument!a}: byte {error.start} is not UTF-8 text.") from error
 
 
 def commands(arguments: Sequence[str] = ()) -> App:

@@ -19,8 +19,11 @@ import json
 import os
 import re
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from enginery.core.errors import EngineryError, printable
@@ -33,6 +36,8 @@ Row = Mapping[str, Any]
 FACTS = ["what", "value"]
 """The columns of a table that lists facts; its header is left out."""
 
+_FIRST_LINE_SECONDS, _LINE_SECONDS = 10.0, 30.0
+"""When a line says how far a task in a pipe is: after the first, and then after each second one."""
 _SHORT = 14
 """Columns up to this width in cells are never wrapped: numbers, verdicts, `max abs error`."""
 _FOLDED = 12
@@ -67,9 +72,13 @@ class Console:
 
     @contextmanager
     def task(self, name: str, total: int = 0) -> Iterator[Callable[[], None]]:
-        """Show a progress bar on a terminal, nothing in a pipe."""
-        if self.quiet or not self._err.is_terminal:
+        """Show a progress bar on a terminal; in a pipe a line now and then if it takes long."""
+        if self.quiet:
             yield lambda: None
+            return
+        if not self._err.is_terminal:
+            with self._saying_now_and_then(name, total) as advance:
+                yield advance
             return
         from rich.progress import (
             BarColumn,
@@ -82,12 +91,37 @@ class Console:
         columns = (
             TextColumn("{task.description}", markup=False),
             BarColumn(),
+            *((TextColumn("{task.percentage:>3.0f}%"),) if total else ()),
             TimeElapsedColumn(),
-            TimeRemainingColumn(),
+            *((TextColumn("so far,"), TimeRemainingColumn(), TextColumn("left")) if total else ()),
         )
         with Progress(*columns, console=self._err, transient=True) as progress:
             task = progress.add_task(printable(name), total=total or None)
             yield lambda: progress.advance(task)
+
+    @contextmanager
+    def _saying_now_and_then(self, name: str, total: int) -> Iterator[Callable[[], None]]:
+        """Say how far a task is after ten seconds and then every half minute."""
+        begun, steps, ended = time.monotonic(), 0, threading.Event()
+
+        def advance() -> None:
+            nonlocal steps
+            steps += 1
+
+        def report() -> None:
+            pause = _FIRST_LINE_SECONDS
+            while not ended.wait(pause):
+                done = f"{steps / total:.0%}, " if total else ""
+                self.say(f"{name}: {done}{time.monotonic() - begun:.0f} s")
+                pause = _LINE_SECONDS
+
+        reporter = threading.Thread(target=report, name="enginery-progress", daemon=True)
+        reporter.start()
+        try:
+            yield advance
+        finally:
+            ended.set()
+            reporter.join()
 
     def say(self, message: str) -> None:
         """Print one message."""
@@ -99,6 +133,10 @@ class Console:
         if not self.as_json:
             with _writing_result():
                 self._out.print(printable(message), markup=False)
+
+    def piece(self, text: str) -> None:
+        """Print a piece of a text at once, without an end of line."""
+        self._write(printable(text))
 
     def table(self, title: str, rows: Sequence[Row]) -> None:
         """Print rows with the same keys: a table on a terminal, aligned lines in a pipe."""
@@ -121,6 +159,12 @@ class Console:
             with _writing_result():
                 self._out.print(_rich_table(rows, widths), soft_wrap=False)
 
+    def json_lines(self, path: Path) -> None:
+        """Print a file of JSON lines as it is, one line of output each."""
+        with path.open(encoding="utf-8") as lines:
+            for line in lines:
+                self._write(_DEL_AND_C1.sub(_escape, line))
+
     def json(self, value: Any) -> None:
         """Print the result as one JSON document, if --json was given."""
         if not self.as_json:
@@ -129,7 +173,9 @@ class Console:
         escaped = not (sys.stdout.encoding or "").lower().startswith("utf")
         text = json.dumps(value, indent=2, ensure_ascii=escaped) + "\n"
         # json.dumps leaves DEL and C1, which occur only in strings, where JSON allows escapes.
-        text = _DEL_AND_C1.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+        self._write(_DEL_AND_C1.sub(_escape, text))
+
+    def _write(self, text: str) -> None:
         try:
             with _writing_result():
                 sys.stdout.write(text)
@@ -161,6 +207,10 @@ class Console:
             for name, value in row.items():
                 self.line(f"{name}: {value}")
             self.line()
+
+
+def _escape(character: re.Match[str]) -> str:
+    return f"\\u{ord(character[0]):04x}"
 
 
 @contextmanager

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 COMMAND_GROUPS = {
     "Make": ("export", "optimize", "quantize", "build", "init", "run"),
     "Check and measure": ("validate", "lint", "bench", "report", "inspect", "doctor"),
-    "Use": ("predict", "serve"),
+    "Use": ("try", "predict", "serve"),
     "Hand over": ("publish", "pull", "export-triton", "export-kserve", "provider-options"),
     "Store": ("store",),
 }
@@ -38,7 +38,7 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
     ),
     "optimize": (
         "enginery optimize build/minilm build/minilm-fp16 --target tensorrt --precision fp16",
-        "enginery optimize build/minilm build/minilm-cpu --target cpu --precision fp32",
+        "enginery optimize build/minilm build/minilm-cpu --target cpu",
     ),
     "quantize": (
         "enginery quantize build/minilm build/minilm-int8 --data reviews.csv --column text",
@@ -79,6 +79,10 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
     "doctor": (
         "enginery doctor",
         "enginery doctor --require cuda",
+    ),
+    "try": (
+        'enginery try build/minilm "The engine is warm." "The motor runs hot."',
+        'enginery try build/writer "Once upon a time" --stream --set max_new_tokens=64',
     ),
     "predict": (
         "enginery predict build/minilm --input reviews.csv --out answers.parquet",

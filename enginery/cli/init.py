@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
 from enginery.cli.app import OUTPUT, Flag, Output
 from enginery.cli.app import application as app
 from enginery.core.errors import EngineryError, OptionError
+
+if TYPE_CHECKING:
+    from enginery.cli.console import Console
+    from enginery.recipe.draft import DraftOptions
 
 
 @app.command
@@ -22,6 +27,7 @@ def init(
     data: str = "",
     column: str = "",
     label_column: str = "",
+    held_out: str = "",
     capability: str = "portable",
     force: Flag = False,
     output: Output = OUTPUT,
@@ -45,6 +51,9 @@ def init(
         Column of the data with the texts; empty for `text`.
     label_column
         Column of the data with the correct labels, to measure accuracy.
+    held_out
+        A file like the data to measure on, which calibrates nothing. Without it, and with labels,
+        init splits the rows of a file into two Parquet files beside the recipe.
     capability
         GPUs that engines are built for: compute capabilities such as `8.9`; `current`, this
         machine's; or `portable`, every GPU from Ampere (8.0) on.
@@ -61,20 +70,21 @@ def init(
         raise OptionError(
             f"{out} exists already.", do="Name another file, or replace it: --force", option="out"
         )
-    text = draft_recipe(
-        model,
-        out,
-        DraftOptions(
-            task=task,
-            target=target,
-            data=data,
-            column=column,
-            label_column=label_column,
-            capability=capability,
-        ),
+    options = DraftOptions(
+        task=task,
+        target=target,
+        data=data,
+        column=column,
+        label_column=label_column,
+        held_out=held_out,
+        capability=capability,
     )
-    recipe = Recipe.parse(text, str(out), base=out.parent)
+    draft_recipe(model, out, options)  # its errors come before a file is written
     out.parent.mkdir(parents=True, exist_ok=True)
+    if label_column and not held_out and Path(data).expanduser().is_file():
+        options = _split(options, out, console, force=force)
+    text = draft_recipe(model, out, options)
+    recipe = Recipe.parse(text, str(out), base=out.parent)
     write_atomically(out, text.encode())
     stages = [step.stage for step in recipe.steps]
     console.line(f"wrote {out}: {', '.join(stages)}")
@@ -85,3 +95,24 @@ def init(
         problem = str(error)
     console.line(f"fix before it runs: {problem}" if problem else f"next: enginery run {out}")
     console.json({"recipe": str(out), "stages": stages, "problem": problem})
+
+
+def _split(options: DraftOptions, recipe: Path, console: Console, *, force: bool) -> DraftOptions:
+    """Split the rows into two files beside the recipe; return the options that name them."""
+    from enginery.recipe.held_out import split_rows
+
+    calibrating, held_out = (
+        recipe.with_name(f"{recipe.stem}-{name}.parquet") for name in ("calibration", "held-out")
+    )
+    for path in (calibrating, held_out):
+        if path.exists() and not force:
+            raise OptionError(
+                f"{path} exists already.", do="Replace it: --force. Or name your own: --held-out"
+            )
+    rows = split_rows(Path(options.data).expanduser(), calibrating, held_out)
+    if rows is None:
+        console.say("init: there are too few rows to hold some out")
+        return options
+    console.line(f"wrote {held_out}: {rows[1]:,} rows to measure on, which calibrate nothing")
+    console.line(f"wrote {calibrating}: the other {rows[0]:,} rows")
+    return replace(options, data=str(calibrating), held_out=str(held_out))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +11,8 @@ from cyclopts import Parameter
 
 from enginery.cli.app import OUTPUT, Flag, Output
 from enginery.cli.app import application as app
+from enginery.core.errors import OptionError
+from enginery.core.temporary import temporary_directory
 from enginery.predict.config import PredictConfig
 
 _DEFAULT = PredictConfig()
@@ -18,10 +22,11 @@ _DEFAULT = PredictConfig()
 def predict(
     artifact: Path,
     *,
+    # - is standard input. The other commands call their rows --data.
     input: Annotated[  # noqa: A002  it is the option's name
-        str, Parameter(name=("--input", "-i"), allow_leading_hyphen=True)  # - is standard input
+        str, Parameter(name=("--input", "-i", "--data"), allow_leading_hyphen=True)
     ],
-    out: Annotated[Path, Parameter(name=("--out", "-o"))],
+    out: Annotated[Path, Parameter(name=("--out", "-o"), allow_leading_hyphen=True)],
     force: Flag = False,
     config: Annotated[PredictConfig, Parameter(name="*")] = _DEFAULT,
     output: Output = OUTPUT,
@@ -37,6 +42,7 @@ def predict(
         the graph's own inputs: .npz, .npy or a folder of .npz files.
     out
         Where the results go: a .parquet, .csv or .jsonl file, or .npz for the graph's own outputs.
+        - prints JSON lines to standard output when all rows are done.
     force
         Start again even if there is a finished or a half-finished output.
     """
@@ -44,7 +50,22 @@ def predict(
     from enginery.cli.render import show
 
     console = output.console()
-    report = predict_file(artifact, input, out, force=force, progress=console, config=config)
-    console.json(report.as_json())
-    show(console, report.rows())
+    with ExitStack() as stack:
+        if str(out) == "-":
+            if output.json:
+                raise OptionError(
+                    "option 'json' would print the report among the predictions.",
+                    do="Leave it out, or name a file: --out answers.jsonl",
+                    option="json",
+                )
+            out = stack.enter_context(temporary_directory("predict")) / "answers.jsonl"
+            report = predict_file(artifact, input, out, progress=console, config=config)
+            console.json_lines(out)
+            report = replace(report, output="the output")
+        else:
+            report = predict_file(
+                artifact, input, out, force=force, progress=console, config=config
+            )
+            console.json(report.as_json())
+            show(console, report.rows())
     report.require_answers()

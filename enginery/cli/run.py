@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
-from enginery.cli.app import OUTPUT, Flag, Out, Output
+from enginery.cli.app import OUTPUT, Flag, Out, Output, decode_argument
 from enginery.cli.app import application as app
-from enginery.core.errors import CheckFailedError, OptionError
+from enginery.core.errors import CheckFailedError
 
 
 @app.command
@@ -67,7 +66,7 @@ def run(
     plan = original.with_model(model=model, task=task, revision=revision)
     if out:
         plan = plan.changed(out=out)
-    plan = replace(plan, ask=tuple(_decode(text) for text in ask) or plan.ask)
+    plan = replace(plan, ask=tuple(decode_argument(text, "--ask") for text in ask) or plan.ask)
     if check:
         plan = plan.trusted(trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
         check_recipe(plan)
@@ -109,11 +108,3 @@ def run(
     for stage in result.stages:
         if isinstance(stage.output, PredictReport):
             stage.output.require_answers()
-
-
-def _decode(argument: str) -> str:
-    """Return an argument as UTF-8 text, also if the locale is ASCII."""
-    try:
-        return os.fsencode(argument).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise OptionError(f"--ask {argument!a}: byte {error.start} is not UTF-8 text.") from error

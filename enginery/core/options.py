@@ -10,7 +10,8 @@ The command line builds the same dataclasses with cyclopts.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from enginery.core.errors import OptionError, nearest
@@ -97,6 +98,35 @@ def options_from(options: type[Options], stage: str, values: Mapping[str, Any]) 
             f"option '{name}' for {stage}: {expectations}, found {problems[0]['input']!r}.",
             option=name,
         ) from error
+
+
+def read_assignments(texts: Sequence[str], option: str) -> dict[str, Any]:
+    """Return name -> value of texts of the form NAME=VALUE; a value that is JSON is read as JSON.
+
+    >>> read_assignments(("top_k=3", "language=fr"), "set")
+    {'top_k': 3, 'language': 'fr'}
+
+    Args:
+        texts: the texts.
+        option: the name of the option that has them, for the error.
+
+    Raises:
+        OptionError: a text has another form.
+    """
+    values: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name.strip():
+            raise OptionError(
+                f"option '{option}' is '{text}', expected NAME=VALUE.",
+                do="Write it as max_new_tokens=64.",
+                option=option,
+            )
+        try:
+            values[name.strip()] = json.loads(value)
+        except ValueError:
+            values[name.strip()] = value.strip()
+    return values
 
 
 def _lower_first(text: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from enginery.core.errors import OptionError
@@ -17,8 +17,9 @@ class OptimizeConfig:
     target: Literal["cuda", "tensorrt", "cpu"] = "tensorrt"
     """What will run the graph. `tensorrt` gets standard ops only; `cuda` and `cpu` get ONNX
     Runtime's fused ops, which TensorRT cannot parse."""
-    precision: Literal["fp32", "fp16", "bf16"] = "fp16"
-    """The type of weights and activations. TensorRT follows the types in the graph."""
+    precision: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
+    """The type of weights and activations; `auto` is FP32 for the target cpu, else FP16. TensorRT
+    follows the types in the graph."""
     io_dtype: Literal["fp32", "same"] = "fp32"
     """The type of float inputs and outputs: `fp32`, or `same` for that of `precision`."""
     level: Literal["O1", "O2", "O3", "O4"] | None = None
@@ -46,14 +47,27 @@ class OptimizeConfig:
     allow_failed: bool = not_in_key(False)  # a permission
     """Accept an artifact whose validation failed."""
 
+    def resolved(self) -> OptimizeConfig:
+        """Return the options with the precision that `auto` means for the target."""
+        if self.precision != "auto":
+            return self
+        return replace(self, precision="fp32" if self.target == "cpu" else "fp16")
+
+    @property
+    def low_precision(self) -> Literal["fp16", "bf16"] | None:
+        """What the graph is cast to; None for FP32."""
+        precision = self.resolved().precision
+        return precision if precision == "fp16" or precision == "bf16" else None  # noqa: PLR1714
+
 
 def check_options(config: OptimizeConfig) -> None:
     """Raise OptionError for invalid values, and for options that contradict each other."""
+    config = config.resolved()
     if config.target == "cpu" and config.precision != "fp32":
         raise OptionError(
             f"option 'precision' is {config.precision} for the target cpu, where ONNX Runtime "
             "would compute in FP32 and only add casts.",
-            do="Use --precision fp32. For INT8: enginery quantize --target cpu",
+            do="Leave out --precision. For INT8: enginery quantize --target cpu",
             option="target",
         )
     if config.target == "tensorrt" and config.level:

@@ -120,17 +120,18 @@ def _add(
 ) -> FixedCacheGraph:
     facts = measure_decoder(decoder.fp32, FeedLimits.from_artifact(artifact))
     # ONNX Runtime's CUDA kernel of GroupQueryAttention computes in FP16 and BF16 alone.
-    grouped = config.precision != "fp32"
+    precision = config.low_precision
+    grouped = precision is not None
     rotary = _has_rotary(facts, decoder, grouped=grouped)
     # With rotary embeddings, `_has_rotary` has made this comparison.
     if not rotary:
         _compare(facts, decoder, fix_cache(facts, grouped=grouped).model, _MAX_ERROR)
     fixed = fix_cache(facts, grouped=grouped, rotary=rotary)
     model = fixed.model
-    if config.precision != "fp32":
+    if precision is not None:
         fp32_nodes = fixed.kept(decoder.keep_fp32)
-        cast_graph(model, config.precision, keep_fp32=fp32_nodes, io_dtype="same")
-    if config.precision == "fp16":  # the CPU has no kernels for BF16
+        cast_graph(model, precision, keep_fp32=fp32_nodes, io_dtype="same")
+    if precision == "fp16":  # the CPU has no kernels for BF16
         # A clone, because the comparison adds a choice to the graph.
         _compare(facts, decoder, model.clone(), _MAX_ERROR_FP16)
     add_choice(model)

@@ -107,8 +107,8 @@ def optimize_graphs(
         out = directory / record.file
         out.parent.mkdir(parents=True, exist_ok=True)
         guard = None
-        if config.precision != "fp32":
-            guard = cast_guarded(fp32, out, config.precision, feeds, config, progress=progress)
+        if (precision := config.low_precision) is not None:
+            guard = cast_guarded(fp32, out, precision, feeds, config, progress=progress)
             result.records.append(guard)
             result.notes.append(guard.describe())
             data_files = guard.data_files

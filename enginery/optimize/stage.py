@@ -63,6 +63,7 @@ def fingerprint(artifact: Artifact, config: OptimizeConfig) -> Fingerprint:
         OptionError: an option is invalid.
     """
     check_options(config)
+    config = config.resolved()
     return stage_fingerprint(
         STAGE,
         STAGE_VERSION,
@@ -103,6 +104,7 @@ def run(
     started = time.monotonic()
     artifact.require_passed(allow_failed=config.allow_failed)
     key = key or fingerprint(artifact, config)
+    config = config.resolved()
     if artifact.manifest.precision != "fp32":
         raise OptionError(
             f"{artifact.path} is {artifact.manifest.precision} already; optimize requires fp32.",

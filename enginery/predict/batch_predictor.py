@@ -67,7 +67,7 @@ class PredictedBatch:
     first_bad: tuple[int, str] | None
     """Index in the input and problem of the first bad row; None if all rows are good."""
     done: float = 0.0
-    """Share of the input that has been read, 0 to 1."""
+    """Share of the input up to the end of the window, 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -229,15 +229,13 @@ class BatchPredictor(Closeable):
         Raises:
             InputError: the input cannot be read to its end.
         """
+        batches = _with_share(reader, skip)
         if isinstance(self._model, WindowRunner) and self.modality == "text":
-            predicted = self._stream_texts(reader.read(skip), columns, self._model)
+            predicted = self._stream_texts(batches, columns, self._model)
         else:  # preparing an image takes longer than running the model on it in one thread
-            predicted = map_in_order(
-                partial(self, columns=columns), reader.read(skip), threads=self._threads
-            )
+            predicted = map_in_order(partial(self, columns=columns), batches, threads=self._threads)
         with closing(predicted):
-            for batch in predicted:
-                yield replace(batch, done=reader.fraction_read())
+            yield from predicted
 
     def close(self) -> None:
         """Free the session."""
@@ -323,7 +321,7 @@ class BatchPredictor(Closeable):
             None if first_bad_row is None else (batch.first + first_bad_row, errors[first_bad_row])
         )
         return PredictedBatch(
-            batch.first, columns.batch(batch.kept, results, errors), counts, first_bad
+            batch.first, columns.batch(batch.kept, results, errors), counts, first_bad, batch.done
         )
 
     def _finite(self, results: RowValues) -> Iterable[bool]:
@@ -395,3 +393,10 @@ def map_in_order(
             yield waiting.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _with_share(reader: DatasetReader, skip: int) -> Iterator[RowBatch]:
+    """Yield the windows of a dataset, each with the share of the dataset up to its end."""
+    for batch in reader.read(skip):
+        # Now, because the reader is windows ahead when the predictions of this one are written.
+        yield replace(batch, done=reader.fraction_read())

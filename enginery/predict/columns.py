@@ -56,7 +56,8 @@ class OutputColumns:
             options: options of the task.
             kept: `pyarrow.Schema` of the columns that are kept of the input.
             input_names: names of the input's columns.
-            prefix: prefix of the names of the prediction's columns.
+            prefix: prefix of the names of the prediction's columns; empty for `predicted_` where
+                the input has a column of the same name.
             dim: length of an embedding; not used by other tasks.
 
         Raises:
@@ -66,9 +67,8 @@ class OutputColumns:
 
         columns = arrow_fields(task.result_type, items=options.max_items, dim=dim)
         columns.append(pa.field(ERROR, pa.string()))
-        fields = [field.with_name(prefix + field.name) for field in columns]
-        names = tuple(field.name for field in fields)
-        check_column_names(names, input_names, prefix)
+        names = tuple(_output_name(field.name, input_names, prefix) for field in columns)
+        fields = [field.with_name(name) for field, name in zip(columns, names, strict=True)]
         return cls(pa.schema([*kept, *fields], metadata=kept.metadata), task, names)
 
     def batch(self, kept: Any, answers: RowValues, errors: Mapping[int, str]) -> Any:
@@ -96,10 +96,14 @@ class OutputColumns:
         return pa.RecordBatch.from_arrays([*kept.columns, *arrays], schema=self.schema)
 
 
-def check_column_names(answers: Sequence[str], names: Sequence[str], prefix: str) -> None:
-    """Raise InputError if the input has a column with the name of a column of the prediction."""
-    if duplicates := [name for name in answers if name in names]:
+def _output_name(name: str, input_names: Sequence[str], prefix: str) -> str:
+    """Return the name of a column of the prediction that the input has no column of."""
+    prefixed = prefix + name
+    if prefixed in input_names and not prefix:
+        prefixed = f"predicted_{name}"
+    if prefixed in input_names:
         raise InputError(
-            f"the input has a column '{duplicates[0]}', and the prediction would have one, too.",
-            do=f"Give the prediction's columns a prefix: --prefix predicted_{prefix}",
+            f"the input has a column '{prefixed}', and the prediction would have one, too.",
+            do=f"Give the prediction's columns another prefix: --prefix model_{prefix}",
         )
+    return prefixed

@@ -40,7 +40,8 @@ class PredictConfig:
     encoding: str = "utf-8"
     """Encoding of CSV, TSV, JSONL and text input. A row with other bytes is a bad row."""
     prefix: str = ""
-    """Prefix of the prediction's columns, for inputs that already have columns of these names."""
+    """Prefix of the names of the prediction's columns. Empty: a column gets the prefix
+    `predicted_` if the input already has one of its name, as labelled data have `label`."""
     top_k: int = 1
     """Number of labels, answers or fillings per row, best first; 0 for all labels. Above 1, labels
     and answers are also written as a list."""

@@ -6,12 +6,12 @@ runner(["The engine"], WindowStats())[0][0].text
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from enginery.core.closing import Closeable
 from enginery.core.errors import InputError, OptionError
+from enginery.core.options import read_assignments
 from enginery.predict.config import PredictConfig
 from enginery.predict.report import WindowStats
 from enginery.runtime.tasks.generate import GenerateOptions, Generation
@@ -24,20 +24,8 @@ def read_generation_options(config: PredictConfig) -> GenerateOptions:
     Raises:
         OptionError: one is not of the form NAME=VALUE.
     """
-    values: dict[str, Any] = {"num_return_sequences": 1}
-    for text in config.generation:
-        name, equals, value = text.partition("=")
-        if not equals or not name.strip():
-            raise OptionError(
-                f"option 'generation' is '{text}', expected NAME=VALUE.",
-                do="Write it as max_new_tokens=64.",
-                option="generation",
-            )
-        try:
-            values[name.strip()] = json.loads(value)
-        except ValueError:
-            values[name.strip()] = value.strip()
-    return GenerateOptions.read(values)
+    values = read_assignments(config.generation, "generation")
+    return GenerateOptions.read({"num_return_sequences": 1, **values})
 
 
 class GenerationRunner(Closeable):

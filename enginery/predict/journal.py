@@ -58,7 +58,6 @@ _FORMAT = 2
 _DIGEST_KEY, _DIGEST_DIGITS = b', "digest": "', 16
 _LINE_END = b'"}\n'
 _MAX_LINE_BYTES = 1 << 20
-_LOG_INTERVAL_SECONDS = 10.0
 _CHECKED_FILES = 50_000
 """Largest number of input files that are looked at after each part; of a table of more pictures the
 others are looked at once, at the end."""
@@ -270,7 +269,7 @@ class Journal:
             InputError: the input cannot be read to its end, or has no rows; with `fail_fast`, a
                 row is bad. Finished parts stay.
         """
-        steps, share_done, last_message_at = 0, 0.0, time.monotonic()
+        steps = 0
         finishing: deque[Future[FinishedPart]] = deque()
         with (
             progress.task("predicting", total=100) as advance,
@@ -278,9 +277,8 @@ class Journal:
         ):
 
             def show(share: float) -> None:
-                nonlocal steps, share_done
-                share_done = share
-                while steps < int(share_done * 100):
+                nonlocal steps
+                while steps < int(share * 100):
                     advance()
                     steps += 1
 
@@ -290,11 +288,6 @@ class Journal:
                 number += 1
                 while len(finishing) > 1:
                     assembly.add(finishing.popleft().result())
-                if time.monotonic() - last_message_at > _LOG_INTERVAL_SECONDS:
-                    last_message_at = time.monotonic()
-                    progress.say(
-                        f"predict: {self.counts.rows:,} rows, {share_done:.0%} of the input"
-                    )
             for future in finishing:
                 assembly.add(future.result())
         if not self.parts:

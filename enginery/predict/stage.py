@@ -221,13 +221,14 @@ def run(
                         part_rows = config.part_rows or (
                             GPU_PART_ROWS if predictor.on_gpu else PART_ROWS
                         )
-                        journal.write_parts(
-                            windows,
-                            output_columns,
-                            replace(config, part_rows=part_rows),
-                            assembly,
-                            progress=progress,
-                        )
+                        with _saying_what_is_kept(journal, progress):
+                            journal.write_parts(
+                                windows,
+                                output_columns,
+                                replace(config, part_rows=part_rows),
+                                assembly,
+                                progress=progress,
+                            )
                 first_run = predictor.first_run or started
                 providers, notes = tuple(predictor.providers), predictor.notes
                 workers = predictor.workers
@@ -251,6 +252,20 @@ def run(
                 sha256="",
             )
             return _write_output(report, journal, assembly, key, started)
+
+
+@contextmanager
+def _saying_what_is_kept(journal: Journal, progress: Progress) -> Iterator[None]:
+    """If the run is interrupted, say that its finished parts are not lost."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        if rows := journal.counts.rows:
+            progress.say(
+                f"predict: {rows:,} rows are finished and kept; the same command continues after "
+                "them"
+            )
+        raise
 
 
 def _run_tensors(

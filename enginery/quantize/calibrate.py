@@ -39,7 +39,6 @@ from enginery.quantize.calibration.activation_statistics import (
     collect_channel_statistics,
     collect_histograms,
 )
-from enginery.quantize.calibration.batches import MAX_HELD_OUT
 from enginery.quantize.calibration.cache import CalibrationCache, SmoothQuantParams
 from enginery.quantize.calibration.data import Batch, make_batches
 from enginery.quantize.calibration.ranges import choose_range
@@ -49,7 +48,7 @@ from enginery.quantize.calibration.smoothing import (
     mean_output_error,
     with_observed_range,
 )
-from enginery.quantize.config import QuantizeConfig, residual_precision
+from enginery.quantize.config import QuantizeConfig, max_held_out, residual_precision
 from enginery.quantize.job import QuantizeJob, scheme_from_config
 from enginery.quantize.layer_toggles import LayerToggleModel
 from enginery.quantize.multiply_adds import (
@@ -60,8 +59,6 @@ from enginery.quantize.multiply_adds import (
 from enginery.quantize.search import SearchResult, search_mixed_precision
 from enginery.quantize.source_graph import SourceGraph
 
-_MAX_COUNTED_ROWS = 1024
-"""Held-out rows for a budget in accuracy, which counts right answers; a cosine needs fewer rows."""
 _FP8_CHANNELS = 16
 """Minimum. TensorRT for RTX 1.7 ran an FP8 convolution with 3 input channels in FP16, and one
 with 16 in FP8."""
@@ -183,10 +180,12 @@ def calibrate(
         CheckFailedError: no set of quantized layers meets the accuracy budget.
     """
     config, data = job.config, job.require_data()
-    # A budget in accuracy counts right answers, which takes more rows than a cosine.
-    max_held_out = _MAX_COUNTED_ROWS if config.accuracy_budget else MAX_HELD_OUT
     batches, held_out = make_batches(
-        source.artifact, source.record, data, seed=config.seed, max_held_out=max_held_out
+        source.artifact,
+        source.record,
+        data,
+        seed=config.seed,
+        max_held_out=max_held_out(config),
     )
     # An image has several boxes, so its rows say nothing about how many answers may change.
     if "logits" in source.outputs and "pred_boxes" not in source.outputs:

@@ -10,6 +10,8 @@ from enginery.core.errors import OptionError
 from enginery.core.options import LabelReading, by_content, not_in_key
 from enginery.runtime.tensorrt.options import capability_name
 
+MAX_HELD_OUT = 128
+
 Method = Literal["percentile", "minmax", "moving-average", "entropy", "mse"]
 
 
@@ -30,6 +32,9 @@ class QuantizeConfig:
     rows: int = 512
     """Number of rows to read, evenly spread over the file. A quarter of them is held out to measure
     the accuracy: at most 128 rows, or 1024 with `accuracy_budget`."""
+    held_out: str = by_content()
+    """Other rows to measure the accuracy on, in a file like `data`, whose rows all calibrate then.
+    At most 128 are read, or 1024 with `accuracy_budget`, evenly spread over the file."""
     method: Method = "percentile"
     """Method that derives the range of an activation from its histogram."""
     percentile: float = 99.999
@@ -143,6 +148,12 @@ def check_options(config: QuantizeConfig) -> None:
                     do="FP8 needs 8.9, 12.0 or later; use int8 for older GPUs.",
                     option="capability",
                 )
+    if config.held_out and not config.data:
+        raise OptionError(
+            "option 'held_out' is set, but there are no data.",
+            do="Name the rows to calibrate on: --data reviews.csv. To measure only: --data alone.",
+            option="held_out",
+        )
     if config.label_column and not config.accuracy_budget:
         raise OptionError(
             "option 'label_column' is set without 'accuracy_budget', so the labels have no effect.",
@@ -202,6 +213,14 @@ def require_no_budget(config: QuantizeConfig) -> None:
             do="Name some: --data reviews.csv --column text",
             option=name,
         )
+
+
+def max_held_out(config: QuantizeConfig) -> int:
+    """Return how many rows the accuracy is measured on at most.
+
+    A budget in accuracy counts right answers, which takes more rows than a cosine.
+    """
+    return 1024 if config.accuracy_budget else MAX_HELD_OUT
 
 
 def residual_precision(config: QuantizeConfig) -> Literal["fp16", "fp32"]:

@@ -111,9 +111,11 @@ def _measure(
     source: SourceGraph, graph: Path, config: QuantizeConfig, data: CalibrationData, scratch: Path
 ) -> AccuracyMetrics:
     calibrating, held_out = make_batches(source.artifact, source.record, data, seed=config.seed)
-    # Nothing was calibrated, so all rows can measure.
+    # Nothing was calibrated, so all rows can measure, unless others are named for that.
     held_out_rows = {row for batch in held_out for row in batch.rows}
     unseen = [batch for batch in calibrating if not held_out_rows & set(batch.rows)]
+    if data.calibrating is not None:
+        unseen = []
     with (
         GraphTracer(source.path, source.outputs, optimized=True) as reference,
         GraphTracer(graph, source.outputs, optimized=True) as quantized,

@@ -156,7 +156,8 @@ def describe_accuracy(accuracy: AccuracyMetrics, *, held_out: bool = True) -> st
     if accuracy.box_f1 is not None:
         words += f", F1 of the boxes {accuracy.box_f1:.1%}"
     if accuracy.label_accuracy is not None:
-        words += f", accuracy {accuracy.label_accuracy:.1%}"
+        low, high = wilson_interval(round(accuracy.label_accuracy * accuracy.rows), accuracy.rows)
+        words += f", accuracy {accuracy.label_accuracy:.1%} ({low:.1%} to {high:.1%})"
     return words
 
 

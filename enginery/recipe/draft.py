@@ -45,6 +45,8 @@ class DraftOptions:
     """Column of the data with the texts; empty for `text`."""
     label_column: str = ""
     """Column with the correct labels, to measure accuracy."""
+    held_out: str = ""
+    """Rows like the data to measure on, which calibrate nothing; empty to measure on the data."""
     capability: str = "portable"
     """GPUs that engines are built for: `8.9`, `current` or `portable`."""
 
@@ -70,6 +72,12 @@ def draft_recipe(model: str, file: Path, options: DraftOptions) -> str:
             f"option '{option}' is set, but there are no data.",
             do="Name their file: --data reviews.csv",
             option=option,
+        )
+    if options.held_out and not options.data:
+        raise OptionError(
+            "option 'held_out' is set, but there are no data.",
+            do="Name the rows to calibrate on: --data reviews.csv",
+            option="held_out",
         )
     path = find_local(model)
     is_onnx = path is not None and path.is_file()
@@ -121,6 +129,8 @@ def draft_recipe(model: str, file: Path, options: DraftOptions) -> str:
         profile=_profile(longest, takes_texts=takes_texts) if served else "",
         sequences=",".join(dict.fromkeys(str(min(size, longest)) for size in (16, 128))),
         data=_data_lines(options.data, column, file),
+        measured=_data_lines(options.held_out or options.data, column, file),
+        held_out=_relative(Path(options.held_out).expanduser(), file) if options.held_out else "",
         label_column=label_column,
         capability=capability,
         gpus="" if capability in ("portable", "current") else capability,

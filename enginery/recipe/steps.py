@@ -186,7 +186,7 @@ def _result_of(stage: str, options: Any) -> tuple[str, str]:
     if stage == "export":
         return options.dtype, "onnx"
     if stage == "optimize":
-        return options.precision, options.target
+        return options.resolved().precision, options.target
     return "fp8" if options.scheme == "fp8" else "int8", options.target
 
 

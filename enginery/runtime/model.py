@@ -37,7 +37,7 @@ from enginery.runtime.tasks.audio import Transcription
 from enginery.runtime.tasks.batch_runner import BatchRunner
 from enginery.runtime.tasks.classify import Activation, Classification
 from enginery.runtime.tasks.fill import MaskFillings
-from enginery.runtime.tasks.generate import GenerateOptions, Generation
+from enginery.runtime.tasks.generate import GenerateOptions, Generation, TextSearch
 from enginery.runtime.tasks.row_stream import (
     PREPARED_BATCHES,
     SWITCH_INTERVAL,
@@ -59,6 +59,7 @@ from enginery.runtime.tasks.task import (
 )
 from enginery.runtime.tasks.text_generator import TextGenerator, open_rows
 from enginery.runtime.text.batching import GPU_MAX_ROWS, GPU_MAX_TOKENS
+from enginery.runtime.text.chat_template import Message
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -394,6 +395,40 @@ class Model(Closeable):
         generator = self._generator("stream")
         (row,) = generator.task.preprocess([text], GenerateOptions.read(options)).rows
         return generator.stream(row)
+
+    def chat(
+        self, messages: Sequence[Message], **options: Unpack[GenerationKeywords]
+    ) -> Generation:
+        """Generate the answer to a conversation, which the model's chat template makes a prompt.
+
+        Args:
+            messages: `{"role": "user", "content": "Is it warm?"}` and so on, oldest first.
+            options: see `generate`. Without a length, the answer ends by itself.
+
+        Raises:
+            InputError: the model has no chat template, or it rejects the messages.
+        """
+        row = self._chat_row("chat", messages, options)
+        ((generation,),) = self._generator("chat").run_stream([row])
+        return generation
+
+    def stream_chat(
+        self, messages: Sequence[Message], **options: Unpack[GenerationKeywords]
+    ) -> Iterator[str]:
+        """Generate the answer to a conversation piece by piece; see `chat` and `stream`."""
+        row = self._chat_row("stream_chat", messages, options)
+        return self._generator("stream_chat").stream(row)
+
+    def _chat_row(
+        self, method: str, messages: Sequence[Message], options: Mapping[str, Any]
+    ) -> Row:
+        task = self._generator(method).task
+        read = GenerateOptions.read({"num_return_sequences": 1, **options})
+        (row,) = task.preprocess_chat(messages, read, streams=method == "stream_chat").rows
+        content: TextSearch = row.content
+        if content.options.num_return_sequences != 1:
+            raise InputError("num_return_sequences is above 1, but a chat has one answer.")
+        return row
 
     def _generator(self, method: str) -> TextGenerator:
         """Return what generates; raise InputError if the model's task is another one."""

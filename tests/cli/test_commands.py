@@ -50,6 +50,7 @@ COMMANDS = {
     ("bench",): BenchConfig,
     ("report",): None,
     ("predict",): PredictConfig,
+    ("try",): None,
     ("serve",): ServeConfig,
     ("publish",): PublishConfig,
     ("pull",): None,

@@ -357,14 +357,22 @@ def test_changed_or_unknown_output_is_an_error(predict, tmp_path, classifier, re
     assert (tmp_path / "mine.csv").read_text() == "mine\n"
 
 
-def test_existing_column_of_the_same_name_needs_a_prefix(predict, rows, tmp_path, classifier):
+def test_a_column_gets_another_name_than_one_of_the_input(predict, rows, tmp_path, classifier):
     (tmp_path / "in.csv").write_text("text,label\nwarm,glad\n")
-    with pytest.raises(InputError, match=r"has a column 'label'.*--prefix predicted_"):
-        predict(classifier, tmp_path / "in.csv")
-    predict(classifier, tmp_path / "in.csv", prefix="predicted_")
+    predict(classifier, tmp_path / "in.csv")
     (row,) = rows()
     assert row["label"] == "glad"
     assert row["predicted_label"] in LABELS["text-classification"]
+    assert list(row) == ["text", "label", "predicted_label", "score", "error"]
+
+
+@pytest.mark.parametrize("prefix", ["", "predicted_"])
+def test_an_input_with_predicted_columns_needs_another_prefix(
+    predict, tmp_path, classifier, prefix
+):
+    (tmp_path / "in.csv").write_text("text,label,predicted_label\nwarm,glad,sad\n")
+    with pytest.raises(InputError, match=r"has a column 'predicted_label'.*--prefix model_"):
+        predict(classifier, tmp_path / "in.csv", prefix=prefix)
 
 
 @pytest.mark.parametrize(

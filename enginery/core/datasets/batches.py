@@ -64,6 +64,8 @@ class RowBatch:
     """Values of the requested columns, one tuple per row."""
     errors: dict[int, str] = field(default_factory=dict)
     """Index in the batch -> reason why the row cannot be used."""
+    done: float = 0.0
+    """Share of the dataset up to the end of the batch, 0 to 1."""
 
 
 class DatasetReader(Protocol):

@@ -22,6 +22,7 @@ from enginery.core.model.feeds import FeedLimits, Feeds, make_feeds
 from enginery.core.shapes import dynamic_dims, share_of_positions
 from enginery.quantize.calibration.prompts import PromptFeeder, takes_prompts
 from enginery.quantize.calibration.steps import StepFeeder
+from enginery.quantize.config import MAX_HELD_OUT
 from enginery.runtime.decoder_graphs import find_encoder_decoder
 from enginery.runtime.sample_inputs import (
     MEDIA,
@@ -48,7 +49,6 @@ _STEPS = (1, 4, 8, 16)
 and short."""
 _HELD_OUT_STRIDE = 4
 """Every fourth row is held out; fewer where that would exceed the limit."""
-MAX_HELD_OUT = 128
 _MIN_ROWS_TO_HOLD_OUT = 8
 
 Kind = Literal["texts", "images", "sounds", "feeds", "random"]
@@ -66,11 +66,53 @@ class CalibrationData:
     content: str
     """What the items are, and the digest of their content, for the cache key."""
     description: str
+    calibrating: int | None = None
+    """Number of leading items that calibrate, if the others come from a held-out file."""
 
     @property
     def has_held_out_rows(self) -> bool:
         """True if there are enough rows to hold some out; otherwise all rows do both jobs."""
-        return len(self.items) >= _MIN_ROWS_TO_HOLD_OUT
+        return self.calibrating is not None or len(self.items) >= _MIN_ROWS_TO_HOLD_OUT
+
+    def with_held_out(self, held_out: CalibrationData) -> CalibrationData:
+        """Return the data with the rows of another file to measure on.
+
+        Raises:
+            InputError: the rows are the same, or of another kind.
+        """
+        if held_out.content == self.content:
+            raise InputError(
+                "the held-out rows are those that calibrate, so they would measure nothing.",
+                do="Name other rows, or leave out --held-out: a quarter is then held out.",
+            )
+        if held_out.kind != self.kind:
+            raise InputError(
+                f"the held-out rows are {held_out.kind}, but those that calibrate are {self.kind}.",
+                do="Give both in the same form.",
+            )
+        return CalibrationData(
+            self.kind,
+            (*self.items, *held_out.items),
+            (*self.labels, *held_out.labels),
+            f"{self.content}; held out {held_out.content}",
+            f"{self.description}; held out: {held_out.description}",
+            len(self.items),
+        )
+
+    def split(self, max_held_out: int) -> tuple[list[int], list[int]]:
+        """Return the indices of the items to calibrate on, and of those to measure on.
+
+        With fewer than eight items and no held-out file, both are all of them.
+        """
+        rows = list(range(len(self.items)))
+        if self.calibrating is not None:
+            return rows[: self.calibrating], rows[self.calibrating :]
+        if not self.has_held_out_rows:
+            return rows, rows
+        # Every fourth row, or fewer where that would exceed the limit.
+        every = max(_HELD_OUT_STRIDE, -(-len(rows) // max_held_out))
+        held_out = rows[every - 1 :: every]
+        return sorted(set(rows) - set(held_out)), held_out
 
 
 @dataclass(frozen=True)
@@ -92,19 +134,13 @@ def make_batches(
 ) -> tuple[list[Batch], list[Batch]]:
     """Return the batches to calibrate on and the held-out batches to measure on.
 
-    With fewer than eight inputs both lists hold all of them.
+    Which these are, `CalibrationData.split` says.
 
     Raises:
         InputError: an input cannot be read or does not fit the graph.
         ArtifactError: the tokenizer or the image processor cannot be loaded.
     """
-    count = len(data.items)
-    rows = list(range(count))
-    # Every fourth row, or fewer where that would exceed the limit.
-    every = max(_HELD_OUT_STRIDE, -(-count // max_held_out))
-    # With only a few rows, all of them calibrate and measure.
-    held_out = rows[every - 1 :: every] if data.has_held_out_rows else rows
-    calibrating = sorted(set(rows) - set(held_out)) if data.has_held_out_rows else rows
+    calibrating, held_out = data.split(max_held_out)
     generates = find_encoder_decoder(artifact.manifest.graphs) is not None
     if generates and data.kind == "feeds":
         raise InputError(

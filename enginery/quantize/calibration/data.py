@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from enginery.core.errors import InputError, OptionError
 from enginery.core.model.files import ModelConfig
 from enginery.quantize.calibration.batches import Batch, CalibrationData, Kind, make_batches
 from enginery.quantize.calibration.prompts import takes_prompts
-from enginery.quantize.config import QuantizeConfig, require_calibration
+from enginery.quantize.config import QuantizeConfig, max_held_out, require_calibration
 from enginery.runtime.decoder_graphs import find_encoder_decoder, input_graph
 from enginery.runtime.image.processor import load_image
 from enginery.runtime.sample_inputs import (
@@ -67,10 +68,12 @@ def read_data(
         OptionError: there are no inputs, and made-up ones are not allowed; or there is no column
             of labels to read.
     """
-    if inputs is not None:
-        return _given(artifact, config, inputs)
-    if config.data:
-        return _from_file(artifact, config)
+    if inputs is not None or config.data:
+        data = _from_file(artifact, config) if inputs is None else _given(artifact, config, inputs)
+        if not config.held_out:
+            return data
+        held_out = replace(config, data=config.held_out, rows=max_held_out(config))
+        return data.with_held_out(_from_file(artifact, held_out))
     if config.ranges:
         return None
     require_calibration(config)

@@ -35,7 +35,7 @@ def example_input(task: Task) -> Any:
         return base64.b64encode(example_png()).decode()
     if isinstance(task, GenerateFromAudio):
         return base64.b64encode(example_wav()).decode()
-    texts = _PAIR if _takes_only_pairs(task) else _texts(type(task))
+    texts = _PAIR if takes_only_pairs(task) else _texts(type(task))
     if isinstance(task, Fill):
         texts = tuple(text.replace("{mask}", task.tokenizer.mask_token) for text in texts)
     if len(texts) == 1:
@@ -62,7 +62,7 @@ def example_texts(artifact: Artifact) -> tuple[str, ...]:
 
 def inputs_from_sentences(task: Task, sentences: Sequence[str]) -> tuple[str, ...]:
     """Return sentences as inputs of a task; empty if the task does not take single texts."""
-    if not isinstance(task, TextTask) or _takes_only_pairs(task) or len(_texts(type(task))) > 1:
+    if not isinstance(task, TextTask) or takes_only_pairs(task) or len(_texts(type(task))) > 1:
         return ()
     if isinstance(task, Fill):  # the mask is in place of the last word
         mask = task.tokenizer.mask_token
@@ -70,7 +70,8 @@ def inputs_from_sentences(task: Task, sentences: Sequence[str]) -> tuple[str, ..
     return tuple(sentences)
 
 
-def _takes_only_pairs(task: Task) -> bool:
+def takes_only_pairs(task: Task) -> bool:
+    """Return True for a reranker, whose prompt has a place for a query and one for a document."""
     return isinstance(task, Classify) and task.tokenizer.pair_template is not None
 
 

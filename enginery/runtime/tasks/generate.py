@@ -368,12 +368,12 @@ class Generate(Task):
         if self.has_encoder:
             raise InputError(
                 f"the model is an encoder-decoder ({self.tasks[-1]}), which does not chat.",
-                do="Send the text to /v1/completions or /generate.",
+                do="Generate from the text itself; over HTTP: /v1/completions or /generate.",
             )
         if self.chat_template is None:
             raise InputError(
                 "the model has no chat template, in chat_template.jinja or tokenizer_config.json.",
-                do="Send the whole prompt to /v1/completions or /generate.",
+                do="Generate from the whole prompt; over HTTP: /v1/completions or /generate.",
             )
         _, chosen = self.resolve(options)
         chosen = self._with_length(chosen)

@@ -1,5 +1,6 @@
 """Generation as a task: which artifacts are of it, its options, limits and rows."""
 
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -126,3 +127,46 @@ def test_rows_are_read_as_batches_run(writer, monkeypatch):
     monkeypatch.setattr(TextGenerator, "_steps", noting)
     assert len(writer.generate(["A"] * 5, batch_size=2, max_new_tokens=2)) == 5
     assert happened == [2, 2, 1]
+
+
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}> {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+MESSAGES = [{"role": "user", "content": "Is the engine warm?"}]
+
+
+@pytest.fixture
+def chatter(tiny_model, tmp_path, home):
+    source = shutil.copytree(tiny_model("llama", "text-generation"), tmp_path / "chatter")
+    (source / "chat_template.jinja").write_text(TEMPLATE)
+    with load_model(export_model(str(source), task="text-generation-with-past")) as model:
+        yield model
+
+
+def test_a_chat_is_the_generation_of_the_prompt_that_the_template_makes(chatter):
+    prompt = "<user> Is the engine warm?\n<assistant> "
+    (expected,) = chatter.generate([prompt], max_new_tokens=12)
+    answer = chatter.chat(MESSAGES, max_new_tokens=12)
+    assert answer.tokens == expected.tokens
+    assert answer.text == expected.text.removeprefix(prompt)
+    assert "".join(chatter.stream_chat(MESSAGES, max_new_tokens=12)) == answer.text
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "message"),
+    [
+        (MESSAGES, {"num_beams": 3, "num_return_sequences": 2}, "but a chat has one answer"),
+        (MESSAGES, {"max_tokens": 3}, "unknown option 'max_tokens'"),
+    ],
+)
+def test_what_a_chat_does_not_take_is_an_error(chatter, messages, options, message):
+    with pytest.raises(InputError, match=message):
+        chatter.chat(messages, **options)
+    with pytest.raises(InputError, match=message):
+        chatter.stream_chat(messages, **options)
+
+
+def test_a_model_without_a_template_does_not_chat(writer):
+    with pytest.raises(InputError, match="has no chat template"):
+        writer.chat(MESSAGES)
