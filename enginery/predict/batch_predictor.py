@@ -229,7 +229,7 @@ class BatchPredictor(Closeable):
         Raises:
             InputError: the input cannot be read to its end.
         """
-        batches = _with_share(reader, skip)
+        batches = with_share(reader, skip)
         if isinstance(self._model, WindowRunner) and self.modality == "text":
             predicted = self._stream_texts(batches, columns, self._model)
         else:  # preparing an image takes longer than running the model on it in one thread
@@ -395,7 +395,7 @@ def map_in_order(
         pool.shutdown(cancel_futures=True)
 
 
-def _with_share(reader: DatasetReader, skip: int) -> Iterator[RowBatch]:
+def with_share(reader: DatasetReader, skip: int) -> Iterator[RowBatch]:
     """Yield the windows of a dataset, each with the share of the dataset up to its end."""
     for batch in reader.read(skip):
         # Now, because the reader is windows ahead when the predictions of this one are written.

@@ -1,6 +1,7 @@
 """The promises of the command line: exit status, one JSON document, words instead of tracebacks."""
 
 import dataclasses
+import io
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -18,6 +20,7 @@ from enginery import Artifact, export_model, validate_model
 from enginery.bench.config import BenchConfig
 from enginery.cli import COMMANDS as MODULES
 from enginery.cli import commands, main
+from enginery.cli import console as console_module
 from enginery.cli.console import Console
 from enginery.cli.help import COMMAND_GROUPS, EXAMPLES
 from enginery.core.artifact.artifact import commit_artifact
@@ -39,7 +42,7 @@ from tests.core.artifacts import edit_manifest, make
 from tests.engine.made import engine_record, write_engine
 from tests.export.test_onnx_file import linear
 from tests.terminal import in_pipe, on_terminal, start
-from tests.tiny import TEXT
+from tests.tiny import LABELS, TEXT
 
 COMMANDS = {
     ("export",): ExportConfig,
@@ -988,6 +991,40 @@ def test_progress_is_no_markup(monkeypatch, capsys):
     shown = capsys.readouterr().err
     assert SHOWN in shown
     assert "\x1b]52" not in shown
+
+
+def test_a_long_task_in_a_pipe_says_how_far_it_is(monkeypatch, capsys):
+    monkeypatch.setattr(console_module, "_FIRST_LINE_SECONDS", 0.05)
+    monkeypatch.setattr(console_module, "_LINE_SECONDS", 0.05)
+    with Console().task("comparing", total=4) as advance:
+        advance()
+        deadline = time.monotonic() + 30
+        while (shown := capsys.readouterr().err) == "" and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert "comparing: 25%, 0 s" in shown
+    with Console(quiet=True).task("comparing", total=4) as advance:
+        advance()
+        time.sleep(0.2)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_short_task_in_a_pipe_says_nothing(capsys):
+    with Console().task("comparing", total=4) as advance:
+        advance()
+    assert capsys.readouterr().err == ""
+
+
+def test_predictions_go_to_standard_output(cli, artifact, monkeypatch):
+    texts = io.TextIOWrapper(io.BytesIO(b"The engine is warm.\n \nIt is cold.\n"))
+    monkeypatch.setattr("sys.stdin", texts)
+    status, out, err = cli("predict", artifact, "--data", "-", "--format", "text", "--out", "-")
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert (status, len(rows)) == (3, 3)
+    assert rows[0]["label"] in LABELS["text-classification"]
+    assert "1 of 3 rows have no result" in err
+    assert "column error in the output" in err
+    status, _, err = cli("predict", artifact, "--input", "-", "--out", "-", "--json")
+    assert (status, "option 'json'" in err) == (2, True)
 
 
 def test_inspect_shows_a_hostile_manifest_without_its_control_characters(cli, tmp_path):

@@ -195,7 +195,7 @@ def test_fp16_artifact_is_rejected(exported, optimized):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"target": "cpu"}, "and only add casts"),
+        ({"target": "cpu", "precision": "fp16"}, "and only add casts"),
         ({"level": "O4", "target": "cpu", "precision": "fp32"}, "O3 in FP16 on CUDA"),
         ({"level": "O2"}, "does not use ONNX"),
         ({"rows": 0}, "expected 1 or more"),
@@ -205,6 +205,17 @@ def test_fp16_artifact_is_rejected(exported, optimized):
 def test_contradicting_options_are_rejected(exported, options, message):
     with pytest.raises(OptionError, match=message):
         stage.fingerprint(exported("bert", "text-classification"), OptimizeConfig(**options))
+
+
+@pytest.mark.parametrize(
+    ("target", "precision"), [("cpu", "fp32"), ("cuda", "fp16"), ("tensorrt", "fp16")]
+)
+def test_the_target_has_a_default_precision(exported, target, precision):
+    artifact = exported("bert", "text-classification")
+    default = stage.fingerprint(artifact, OptimizeConfig(target=target))
+    named = stage.fingerprint(artifact, OptimizeConfig(target=target, precision=precision))
+    assert default.key == named.key
+    assert default.fields["precision"] == precision
 
 
 def test_fingerprint_follows_the_options_and_the_data(exported, tmp_path):

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -129,6 +130,38 @@ def stop_after(predict, monkeypatch, artifact, data, parts):
         patch.setattr(Journal, "_write_part", ending)
         with pytest.raises(InputError, match="stopped"):
             predict(artifact, data, window=8, part_rows=16)
+
+
+def test_an_interrupted_run_says_what_is_kept_and_goes_on(
+    tiny, data, tmp_path, monkeypatch, rows, predict
+):
+    class Said(Silent):
+        def __init__(self):
+            self.messages = []
+
+        def say(self, message):
+            self.messages.append(message)
+
+    finish, calls = WindowRunner.finish, []
+
+    def interrupted(self, window, stats):
+        calls.append(window)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return finish(self, window, stats)
+
+    artifact, said = tiny("bert", "feature-extraction"), Said()
+    config = PredictConfig(window=8, part_rows=16)
+    with monkeypatch.context() as patch:
+        patch.setattr(WindowRunner, "finish", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(artifact, str(data), tmp_path / "out.parquet", config, progress=said)
+    (kept,) = [message for message in said.messages if "are finished and kept" in message]
+    number = int(re.match(r"predict: (\d+) rows", kept)[1])
+    assert number in (16, 32)
+    report = run(artifact, str(data), tmp_path / "out.parquet", config)
+    assert report.resumed_rows == number
+    assert [row["id"] for row in rows()] == [str(index) for index in range(ROWS)]
 
 
 def test_incomplete_journal_line_and_missing_part_are_ignored(

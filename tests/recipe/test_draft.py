@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from enginery import Artifact
@@ -103,6 +104,7 @@ def test_names_are_quoted_where_yaml_needs_it(tiny_model, tmp_path, name):
     [
         ({"column": "text"}, "option 'column' is set, but there are no data"),
         ({"label_column": "label"}, "option 'label_column' is set, but there are no data"),
+        ({"held_out": "rest.csv"}, "option 'held_out' is set, but there are no data"),
         ({"task": "sorting"}, "unknown task 'sorting'"),
         (
             {"task": "fill-mask", "data": "a.csv", "label_column": "label"},
@@ -137,6 +139,58 @@ def test_command_writes_the_recipe_once_and_says_what_to_mend(init, tiny_model, 
     status, said = init(model, "--target", "cpu", "--force", "--json")
     assert status == 0
     assert json.loads(said)["problem"] == ""
+
+
+def options_of(recipe, stage):
+    return [step.options for step in recipe.steps if step.stage == stage]
+
+
+@needs_tensorrt
+@pytest.mark.parametrize("target", ["tensorrt", "cpu"])
+def test_labelled_rows_are_split_and_measured_alike(init, tiny_model, reviews, tmp_path, target):
+    model = tiny_model("bert", "text-classification")
+    words = (model, "--target", target, "--data", reviews, "--label-column", "label")
+    status, said = init(*words)
+    assert status == 0
+    assert "recipe-held-out.parquet: 20 rows" in said.replace("\n", " ")
+    recipe = Recipe.load("recipe.yaml")
+    check_recipe(recipe)
+    for options in options_of(recipe, "validate"):
+        assert Path(options.data).name == "recipe-held-out.parquet"
+        assert (options.label_column, options.rows) == ("label", 1024)
+    for options in options_of(recipe, "quantize") if target == "tensorrt" else ():
+        assert Path(options.data).name == "recipe-calibration.parquet"
+        assert Path(options.held_out).name == "recipe-held-out.parquet"
+    tables = [pq.read_table(f"recipe-{name}.parquet") for name in ("calibration", "held-out")]
+    texts = [table["text"].to_pylist() for table in tables]
+    assert sorted(texts[0] + texts[1]) == sorted(
+        line.rpartition(",")[0] for line in reviews.read_text().splitlines()[1:]
+    )
+    assert len(texts[1]) == 20
+    status, said = init(*words, "-o", "other.yaml")
+    assert status == 0
+    (tmp_path / "other.yaml").unlink()
+    status, said = init(*words, "-o", "other.yaml")
+    assert status == 2
+    assert "other-calibration.parquet exists already" in said.replace("\n", "")
+
+
+def test_held_out_rows_are_those_that_are_named(init, tiny_model, reviews, tmp_path):
+    shutil.copy(reviews, tmp_path / "mine.csv")
+    model = tiny_model("bert", "text-classification")
+    words = ("--target", "cpu", "--data", reviews, "--label-column", "label")
+    assert init(model, *words, "--held-out", "mine.csv")[0] == 0
+    recipe = Recipe.load("recipe.yaml")
+    assert {Path(options.data).name for options in options_of(recipe, "validate")} == {"mine.csv"}
+    assert not list(tmp_path.glob("*.parquet"))
+
+
+def test_few_rows_are_not_split(init, tiny_model, tmp_path):
+    (tmp_path / "few.csv").write_text("text,label\n" + "warm,1\n" * 7)
+    model = tiny_model("bert", "text-classification")
+    status, said = init(model, "--target", "cpu", "--data", "few.csv", "--label-column", "label")
+    assert (status, "too few rows to hold some out" in said) == (0, True)
+    assert not list(tmp_path.glob("*.parquet"))
 
 
 @needs_tensorrt

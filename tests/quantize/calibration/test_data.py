@@ -50,6 +50,51 @@ def test_rows_that_measure_do_not_calibrate(bert):
     assert len(second) == 10
 
 
+def lines(path, words, label=""):
+    rows = [f"{word},{label or index % 2}\n" for index, word in enumerate(words)]
+    path.write_text("text,label\n" + "".join(rows))
+    return str(path)
+
+
+def test_rows_of_a_held_out_file_measure_and_all_others_calibrate(bert, tmp_path):
+    rest = lines(tmp_path / "rest.csv", [f"text {i}" for i in range(40)])
+    held_out = lines(tmp_path / "held-out.csv", ["engine", "pump", "bell"], label="1")
+    options = {"label_column": "label", "accuracy_budget": "1%", "label_values": "indices"}
+    data = read(bert, data=rest, held_out=held_out, **options)
+    calibrating, measured = split(bert, data)
+
+    def texts(batches):
+        return sorted(data.items[row] for batch in batches for row in batch.rows)
+
+    assert texts(calibrating) == sorted(f"text {i}" for i in range(40))
+    assert texts(measured) == ["bell", "engine", "pump"]
+    assert data.labels == (*[0, 1] * 20, 1, 1, 1)
+    assert data.has_held_out_rows
+    assert "held out: held-out.csv: 3 rows of 'text'" in data.description
+    assert read(bert, [f"text {i}" for i in range(9)], held_out=held_out).calibrating == 9
+
+
+@pytest.mark.parametrize(("budget", "rows"), [({}, 128), ({"accuracy_budget": "1%"}, 1024)])
+def test_no_more_rows_are_held_out_than_without_a_file(bert, tmp_path, budget, rows):
+    rest = lines(tmp_path / "rest.csv", ["warm", "cold"])
+    held_out = lines(tmp_path / "held-out.csv", [f"text {i}" for i in range(2000)])
+    data = read(bert, data=rest, held_out=held_out, **budget)
+    assert len(data.items) - data.calibrating == rows
+
+
+def test_held_out_rows_that_measure_nothing_are_refused(bert, vit, tmp_path):
+    rest = lines(tmp_path / "rest.csv", ["warm", "cold"])
+    same = lines(tmp_path / "same.csv", ["warm", "cold"])
+    with pytest.raises(InputError, match="held-out rows are those that calibrate"):
+        read(bert, data=rest, held_out=same)
+    with pytest.raises(InputError, match="no such file"):
+        read(bert, data=rest, held_out=str(tmp_path / "missing.csv"))
+    feeds = {"input_ids": np.ones((1, 4), np.int64), "attention_mask": np.ones((1, 4), np.int64)}
+    feeds["token_type_ids"] = np.zeros((1, 4), np.int64)
+    with pytest.raises(InputError, match="held-out rows are texts, but those that calibrate"):
+        read(bert, [feeds], held_out=rest)
+
+
 @pytest.mark.parametrize("name", ["csv", "jsonl", "parquet", "txt"])
 def test_files_of_every_kind_give_the_same_texts(bert, tmp_path, name):
     path = tmp_path / f"data.{name}"
