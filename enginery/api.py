@@ -501,8 +501,9 @@ def run_recipe(
         stages.append(result)
         if step.stage in ARTIFACT_STAGES:
             paths[step.stage] = result.artifact.path
-            if step.out:
+            if step.out:  # now, because later stages may take an hour; their verdicts follow below
                 copies[Path(step.out)] = result.artifact.path
+                deliver(Artifact.open(result.artifact.path), Path(step.out), progress)
     if plan.out:
         copies[Path(plan.out)] = stages[-1].artifact.path
     artifact = stages[-1].artifact

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from enginery import Artifact, load_model, run_recipe
+from enginery import Artifact, api, load_model, run_recipe
 from enginery.cli import main
 from enginery.core.errors import RejectedArtifactError
 
@@ -48,6 +48,20 @@ def cli(capsys):
 
 def worked(result):
     return {stage.stage: stage.worked for stage in result.stages}
+
+
+def test_an_artifact_is_at_its_place_when_its_stage_has_ended(write, tmp_path, monkeypatch):
+    there, validate = [], api.run_validate
+
+    def looking(*arguments, **options):
+        there.append(Artifact.open(tmp_path / "fused").manifest.verdict("validate"))
+        return validate(*arguments, **options)
+
+    monkeypatch.setattr(api, "run_validate", looking)
+    path = write("optimize: {target: cpu, out: fused}", "validate: {effort: quick, rows: 2}")
+    assert run_recipe(path).passed
+    assert there == [None]
+    assert Artifact.open(tmp_path / "fused").manifest.verdict("validate").passed
 
 
 def test_lint_looks_through_every_graph_and_a_fit_one_passes(write):
