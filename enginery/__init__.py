@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from enginery.core.artifact.artifact import Artifact
     from enginery.core.errors import EngineryError
     from enginery.core.version import __version__
+    from enginery.first_use import load_model
     from enginery.recipe import Recipe
-    from enginery.runtime.model import load_model
     from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 
 
@@ -72,7 +72,7 @@ _HOMES = {
     "export_kserve": "enginery.api",
     "export_model": "enginery.api",
     "export_triton": "enginery.api",
-    "load_model": "enginery.runtime.model",
+    "load_model": "enginery.first_use",
     "optimize_model": "enginery.api",
     "predict_file": "enginery.api",
     "publish_model": "enginery.api",

@@ -20,7 +20,7 @@ _DEFAULT = PredictConfig()
 
 @app.command
 def predict(
-    artifact: Path,
+    artifact: str,
     *,
     # - is standard input. The other commands call their rows --data.
     input: Annotated[  # noqa: A002  it is the option's name
@@ -36,7 +36,8 @@ def predict(
     Parameters
     ----------
     artifact
-        The artifact's directory.
+        The artifact's directory; or a model, as for `export`, which is exported and validated on
+        its first use.
     input
         The file, a folder of images or audio, or - for standard input. For .npz, also arrays of
         the graph's own inputs: .npz, .npy or a folder of .npz files.
@@ -48,8 +49,10 @@ def predict(
     """
     from enginery.api import predict_file
     from enginery.cli.render import show
+    from enginery.first_use import open_or_make
 
     console = output.console()
+    opened = open_or_make(artifact, progress=console)
     with ExitStack() as stack:
         if str(out) == "-":
             if output.json:
@@ -59,13 +62,11 @@ def predict(
                     option="json",
                 )
             out = stack.enter_context(temporary_directory("predict")) / "answers.jsonl"
-            report = predict_file(artifact, input, out, progress=console, config=config)
+            report = predict_file(opened, input, out, progress=console, config=config)
             console.json_lines(out)
             report = replace(report, output="the output")
         else:
-            report = predict_file(
-                artifact, input, out, force=force, progress=console, config=config
-            )
+            report = predict_file(opened, input, out, force=force, progress=console, config=config)
             console.json(report.as_json())
             show(console, report.rows())
     report.require_answers()

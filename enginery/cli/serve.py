@@ -29,11 +29,20 @@ def serve(
     ----------
     artifacts
         Artifacts' directories, each PATH or NAME=PATH; without a name, that of the publication, of
-        the directory or of the source model.
+        the directory or of the source model. In place of a path also a model, as for `export`,
+        which is exported and validated on its first use.
     """
     require_packages()  # before the server's modules are imported
+    from enginery.first_use import names_model, open_or_make
     from enginery.serve.server import serve_models
 
-    status = serve_models(artifacts, config, as_json=output.json, quiet=output.quiet)
+    paths = []
+    for artifact in artifacts:
+        name, equals, path = artifact.partition("=")
+        name, path = (name, path) if equals else ("", artifact)
+        if names_model(path):
+            path = str(open_or_make(path, progress=output.console()).path)
+        paths.append(f"{name}{equals}{path}")
+    status = serve_models(paths, config, as_json=output.json, quiet=output.quiet)
     if status:
         sys.exit(status)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
@@ -23,7 +22,7 @@ _SHOWN_NUMBERS = 4
 
 @app.command(name="try")
 def try_out(
-    artifact: Path,
+    artifact: str,
     /,
     *inputs: Annotated[str, Parameter(allow_leading_hyphen=True)],
     pair: str = "",
@@ -41,7 +40,8 @@ def try_out(
     Parameters
     ----------
     artifact
-        The artifact's directory.
+        The artifact's directory; or a model, as for `export`, which is exported and validated on
+        its first use.
     inputs
         Texts, or paths of images or sounds; - is a text from standard input. A model that answers
         questions takes a question and a context in turn, a reranker a query and a document. Without
@@ -64,8 +64,9 @@ def try_out(
     allow_failed
         Accept an artifact whose validation failed.
     """
-    from enginery import load_model
     from enginery.core.options import read_assignments
+    from enginery.first_use import open_or_make
+    from enginery.runtime.model import load_model
 
     options = read_assignments(setting, "set")
     if stream and output.json:
@@ -74,7 +75,7 @@ def try_out(
         )
     console = output.console()
     with load_model(
-        artifact,
+        open_or_make(artifact, progress=console),
         providers=providers,
         provider_options=provider_option,
         allow_fallback=allow_fallback,

@@ -80,6 +80,11 @@ def resolve_source(
     return _from_directory("directory", str(path), path, allow_pickle, progress)
 
 
+def is_hub_id(name: str) -> bool:
+    """Return True for a name of the form `org/name` or `name`, also with `@revision`."""
+    return _HUB_ID.match(name.partition("@")[0]) is not None
+
+
 def find_local(model: str) -> Path | None:
     """Return the local directory or .onnx file of a model; None for a Hub id.
 
@@ -102,7 +107,7 @@ def find_local(model: str) -> Path | None:
     if path.is_dir():
         require_utf8(path.resolve(), error=SourceError)
         return path.resolve()
-    if path.exists() or not _HUB_ID.match(model.partition("@")[0]):
+    if path.exists() or not is_hub_id(model):
         raise SourceError(f"model '{model}': no such directory or file; expected {_EXPECTED}.")
     return None
 
