@@ -181,6 +181,11 @@ def _plan_export(model: str, config: ExportConfig, progress: Progress) -> _Plan:
     check_options(config, is_onnx=is_file)
     require_stages([("export", config)], is_onnx=is_file)
     task = config.task if is_file else task_name(config.task)
+    if config.task == "zero-shot-classification":
+        progress.say(
+            f"export: {config.task} is a use of {task}: model.zero_shot(texts, labels), or "
+            "candidate_labels of predict and serve"
+        )
     source = resolve_source(
         model,
         revision=config.revision,

@@ -36,6 +36,9 @@ _TASK_OPTIONS = {
     "top_k": "top_k",
     "activation": "activation",
     "aggregation": "aggregation",
+    "candidate_labels": "candidate_labels",
+    "hypothesis_template": "hypothesis_template",
+    "multi_label": "multi_label",
     "prompt_name": "prompt_name",
     "max_tokens": "max_answer_tokens",
     "allow_none": "allow_no_answer",
@@ -100,11 +103,19 @@ def read_options(task: type[Task], config: PredictConfig) -> TaskOptions:
             do="Leave it out; it is for models that generate texts.",
             option="generation",
         )
+    if config.candidate_labels and "candidate_labels" not in task.Options.model_fields:
+        raise OptionError(
+            f"option 'candidate_labels' is given, but the model does {' or '.join(task.tasks)}.",
+            do="Leave it out; it is for models that classify texts.",
+            option="candidate_labels",
+        )
     values = {
         name: getattr(config, option)
         for name, option in _TASK_OPTIONS.items()
         if name in task.Options.model_fields
     }
+    # Options of a task have the types of JSON.
+    values = {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
     try:
         return task.Options.read(values)
     except TaskOptionError as error:

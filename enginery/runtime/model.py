@@ -58,6 +58,7 @@ from enginery.runtime.tasks.task import (
     count_characters,
 )
 from enginery.runtime.tasks.text_generator import TextGenerator, open_rows
+from enginery.runtime.tasks.zero_shot import TEMPLATE
 from enginery.runtime.text.batching import GPU_MAX_ROWS, GPU_MAX_TOKENS
 from enginery.runtime.text.chat_template import Message
 
@@ -222,6 +223,42 @@ class Model(Closeable):
             top_k=top_k,
             activation=activation,
             instruction=instruction,
+        )
+        return classifications
+
+    def zero_shot(
+        self,
+        texts: Sequence[str],
+        labels: Sequence[str],
+        *,
+        hypothesis_template: str = TEMPLATE,
+        multi_label: bool = False,
+        truncate: bool | None = None,
+    ) -> list[Classification]:
+        """Choose among labels that the model was not trained on.
+
+        The model is one of natural language inference (MNLI). The scores are those of transformers'
+        zero-shot pipeline.
+
+        Args:
+            texts: the texts.
+            labels: the labels, at most 100; each text runs once for each.
+            hypothesis_template: what is said of a text with a label, in place of `{}`.
+            multi_label: judge each label by itself, because several may be right.
+            truncate: False raises an error for a text that is longer than the model takes.
+
+        Raises:
+            InputError: no label of the model is one of entailment, or a label is empty.
+        """
+        if not labels:
+            raise InputError("no label is given to choose from.")
+        classifications: list[Classification] = self._run_task(
+            "classify",
+            texts,
+            candidate_labels=list(labels),
+            hypothesis_template=hypothesis_template,
+            multi_label=multi_label,
+            truncate=truncate,
         )
         return classifications
 

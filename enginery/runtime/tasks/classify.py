@@ -24,6 +24,13 @@ from enginery.runtime.tasks.task import (
     media_outputs,
 )
 from enginery.runtime.tasks.text import TextOptions, TextTask, output_rows, softmax
+from enginery.runtime.tasks.zero_shot import (
+    MAX_LABELS,
+    TEMPLATE,
+    entailment_index,
+    label_scores,
+    make_pairs,
+)
 from enginery.runtime.text.tokenizer import check_texts
 
 Activation = Literal["auto", "softmax", "sigmoid", "none"]
@@ -77,6 +84,12 @@ class ClassifyOptions(TextOptions, LabelOptions):
     instruction: str = ""
     """What a reranker that is a language model has to judge, in place of its default; empty for
     the default."""
+    candidate_labels: Annotated[list[str], Field(default_factory=list, max_length=MAX_LABELS)]
+    """Labels to choose from, for a model of natural language inference; empty for its own."""
+    hypothesis_template: Annotated[str, Field(max_length=1000)] = TEMPLATE
+    """What is said of a text with a label, in place of `{}`, for `candidate_labels`."""
+    multi_label: bool = False
+    """Judge each of `candidate_labels` by itself: several may be right."""
 
 
 class LabelResults:
@@ -121,7 +134,9 @@ class Classify(LabelResults, TextTask):
     def preprocess(
         self, inputs: Sequence[str | tuple[str, str]], options: ClassifyOptions
     ) -> ModelInputs:
-        """Tokenize each text or pair into one row."""
+        """Tokenize each text or pair into one row, or each text into a row for each label."""
+        if options.candidate_labels:
+            return self._preprocess_zero_shot(inputs, options)
         if self.tokenizer.pair_template is None:
             if options.instruction:
                 raise TaskOptionError(
@@ -140,6 +155,16 @@ class Classify(LabelResults, TextTask):
         encodings = self.tokenizer.encode(inputs, instruction=options.instruction)
         return self._model_inputs(self.rows(encodings, options), options)
 
+    def _preprocess_zero_shot(
+        self, inputs: Sequence[str | tuple[str, str]], options: ClassifyOptions
+    ) -> ModelInputs:
+        entailment_index(self.config)  # its error comes before any work
+        check_texts(inputs)
+        texts = [str(text) for text in inputs]
+        labels, template = options.candidate_labels, options.hypothesis_template
+        rows = self.encode(make_pairs(texts, labels, template), options)
+        return self._model_inputs(rows, options)
+
     def outputs_read(self, *, raw: bool = False) -> tuple[str, ...]:
         """Return `scores` if the graph has this output, else `logits`; see `RowTask`."""
         return (SCORES,) if self._has_scores and not raw else tuple(self.graph_outputs)
@@ -152,7 +177,8 @@ class Classify(LabelResults, TextTask):
         """Mark the rows whose activation is not the one of the graph's scores, and group rows."""
         ends = self.config.eos_token_id if self.config.reads_the_end else None
         for row in rows:
-            row.reads_raw = self._has_scores and options.activation != "auto"
+            unlike = options.activation != "auto" or options.candidate_labels
+            row.reads_raw = self._has_scores and bool(unlike)
             if isinstance(ends, int):
                 # The classifiers of BART and T5 mix up rows with different numbers of ends, of
                 # which a pair has more than a single text.
@@ -163,9 +189,21 @@ class Classify(LabelResults, TextTask):
         self, work: ModelInputs, outputs: Sequence[Any], options: LabelOptions
     ) -> list[Classification]:
         """Return a `Classification` for each input."""
+        if outputs and isinstance(options, ClassifyOptions) and options.candidate_labels:
+            return self._postprocess_zero_shot(np.stack(outputs), options)
         if not outputs or not self._has_scores or work.rows[0].reads_raw:
             return super().postprocess(work, outputs, options)
         return classify_logits(np.stack(outputs), self.config, "none", top_k=options.top_k)
+
+    def _postprocess_zero_shot(
+        self, logits: NDArray[Any], options: ClassifyOptions
+    ) -> list[Classification]:
+        labels = options.candidate_labels
+        by_text = logits.astype(np.float32).reshape(-1, len(labels), logits.shape[-1])
+        scores = label_scores(
+            by_text, entailment_index(self.config), multi_label=options.multi_label
+        )
+        return best_labels(scores, labels, top_k=options.top_k)
 
     def split(
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
@@ -203,7 +241,11 @@ def classify_logits(
     names = label_names(config, logits.shape[-1])
     if activation == "auto":
         activation = choose_activation(config, len(names))
-    scores = activated(logits, activation)
+    return best_labels(activated(logits, activation), names, top_k=top_k)
+
+
+def best_labels(scores: NDArray[Any], names: Sequence[str], *, top_k: int) -> list[Classification]:
+    """Return a classification for each row of scores, best label first; `top_k` 0 for all."""
     order = np.argsort(-scores, axis=-1, kind="stable")[:, : top_k or None]
     best = np.take_along_axis(scores, order, axis=-1)
     return [

@@ -127,6 +127,8 @@ def expected_values(schema: Mapping[str, Any]) -> str:
     """Describe the values that an option takes, from its JSON schema."""
     if "enum" in schema:
         return " or ".join(map(str, schema["enum"]))
+    if schema.get("type") == "array":
+        return f"a list of at most {schema['maxItems']} strings"
     kind = {"boolean": "true or false", "string": "a string", "integer": "a whole number"}.get(
         schema.get("type", ""), "a number"
     )

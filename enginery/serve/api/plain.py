@@ -32,12 +32,15 @@ from enginery.serve.api.endpoints import (
     registry_of,
     require_task,
     run_inference,
+    select_model,
 )
 from enginery.serve.api.errors import HTTPError, empty_input, invalid_body, invalid_field
 from enginery.serve.api.generate import generated_json
 from enginery.serve.api.requests import (
     FILES,
     FieldValueError,
+    ListOfTexts,
+    RequestBody,
     Schema,
     StrictRequestBody,
     file_from_base64,
@@ -111,6 +114,57 @@ async def predict_any(request: Request) -> Response:
             "truncated": request.scope["state"]["record"].timings.truncated,
         }
     )
+
+
+class ZeroShotParameters(StrictRequestBody):
+    """Parameters of /zero-shot-classification."""
+
+    candidate_labels: ListOfTexts
+    hypothesis_template: str | None = None
+    multi_label: bool | None = None
+
+
+class ZeroShotRequest(RequestBody):
+    """Body of /zero-shot-classification."""
+
+    inputs: str | ListOfTexts
+    parameters: ZeroShotParameters
+    model: str | None = None
+
+
+class ZeroShotResponse(Schema):
+    """The labels of one text, best first."""
+
+    sequence: str
+    labels: list[str]
+    scores: list[float]
+
+
+@routes.post(
+    "/zero-shot-classification",
+    "/models/{model}/zero-shot-classification",
+    summary="Choose among labels that the model was not trained on",
+    body=ZeroShotRequest,
+    response=ZeroShotResponse | list[ZeroShotResponse],
+    statuses=INFERENCE_STATUSES,
+    runs_model=True,
+)
+async def zero_shot(request: Request, body: ZeroShotRequest) -> Response:
+    """Answer POST /zero-shot-classification in the form of Hugging Face's inference API."""
+    model, task = select_model(request, body.model, "classify")
+    is_single = isinstance(body.inputs, str)
+    texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
+    options = body.parameters.model_dump(exclude_none=True)
+    results = await run_inference(request, model, task, texts, options, "parameters.")
+    answers = [
+        {
+            "sequence": text,
+            "labels": [label.label for label in result.labels],
+            "scores": [label.score for label in result.labels],
+        }
+        for text, result in zip(texts, results, strict=True)
+    ]
+    return json_response(answers[0] if is_single else answers)
 
 
 async def _read(request: Request, task: Task) -> PredictInputs:
