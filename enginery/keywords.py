@@ -386,6 +386,12 @@ class PredictKeywords(TypedDict, total=False):
     pipeline."""
     aggregation: Literal["none", "simple", "first", "average", "max"]
     """Strategy that merges tokens into spans, as in transformers' pipeline."""
+    candidate_labels: tuple[str, ...] | list[str]
+    """A label to choose from, for a model of natural language inference; repeat it for several."""
+    hypothesis_template: str
+    """What is said of a text with a label, in place of `{}`, for `candidate_labels`."""
+    multi_label: bool
+    """Judge each of `candidate_labels` by itself: several may be right."""
     prompt_name: str
     """A prompt of config_sentence_transformers.json; empty for the model's default."""
     max_answer_tokens: int

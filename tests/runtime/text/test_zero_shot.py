@@ -1,21 +1,15 @@
 """Zero-shot classification equals transformers' pipeline."""
 
-import json
-
 import numpy as np
 import pytest
 import transformers
 
 from enginery import export_model, load_model
 from enginery.core.errors import InputError
-from tests.tiny import TEXT, save_tiny
+from tests.natural_language_inference import save_nli
+from tests.tiny import TEXT
 
 LABELS = ["machines", "animals", "the weather", "food and drink", "music"]
-NAMES = {
-    "last": {0: "contradiction", 1: "neutral", 2: "entailment"},
-    "first": {0: "ENTAILMENT", 1: "neutral", 2: "contradiction"},
-    "two": {0: "not_entailment", 1: "entailment"},
-}
 
 
 @pytest.fixture(scope="module")
@@ -25,12 +19,7 @@ def judge(tmp_path_factory, session_home):
 
     def make(kind, family="bert"):
         if (kind, family) not in made:
-            folder = tmp_path_factory.mktemp("nli") / f"{family}-{kind}"
-            names = NAMES[kind]
-            save_tiny(family, "text-classification", folder, num_labels=len(names))
-            settings = json.loads((folder / "config.json").read_text())
-            settings |= {"id2label": names, "label2id": {v: k for k, v in names.items()}}
-            (folder / "config.json").write_text(json.dumps(settings))
+            folder = save_nli(kind, family, tmp_path_factory.mktemp("nli") / family)
             made[kind, family] = (folder, load_model(export_model(str(folder))))
         return made[kind, family]
 
@@ -103,9 +92,13 @@ def test_texts_have_a_limit_with_all_their_labels(judge):
 
 
 def test_a_model_of_other_labels_is_refused(exported):
-    with load_model(exported("bert", "text-classification")) as model:
-        with pytest.raises(InputError, match="none begins with 'entail'"):
-            model.zero_shot(["warm"], ["a"])
-    with load_model(exported("bert", "feature-extraction")) as model:
-        with pytest.raises(InputError, match="was exported for feature-extraction"):
-            model.zero_shot(["warm"], ["a"])
+    with (
+        load_model(exported("bert", "text-classification")) as model,
+        pytest.raises(InputError, match="none begins with 'entail'"),
+    ):
+        model.zero_shot(["warm"], ["a"])
+    with (
+        load_model(exported("bert", "feature-extraction")) as model,
+        pytest.raises(InputError, match="was exported for feature-extraction"),
+    ):
+        model.zero_shot(["warm"], ["a"])
