@@ -26,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 
 from enginery.core.errors import EngineryError, OptionError, nearest
 from enginery.core.options import options_from
-from enginery.serve.api import admin, completions, generate, oip, openai, plain, tei
+from enginery.serve.api import admin, completions, generate, oip, openai, plain, rerank, tei
 from enginery.serve.api.endpoints import Endpoint
 from enginery.serve.api.errors import HTTPError, error_response, scope_protocol, to_http_error
 from enginery.serve.api.requests import quote
@@ -65,6 +65,7 @@ SERVER_OPTIONS = frozenset(
 ENDPOINTS: tuple[Endpoint, ...] = (
     *tei.routes.endpoints,
     *openai.routes.endpoints,
+    *rerank.routes.endpoints,
     *completions.routes.endpoints,
     *plain.routes.endpoints,
     *generate.routes.endpoints,

@@ -421,3 +421,43 @@ def test_objects_of_a_body_are_counted_before_it_is_parsed(running, path, inputs
 def test_brackets_and_quotes_of_a_text_are_no_objects(running):
     text = '[{"' * 2**17
     assert running("POST", "/embed", {"model": "vectors", "inputs": [text]}).status == 200
+
+
+DOCUMENTS = ["a small cat", {"text": "the rain is cold"}, "Paris"]
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank"])
+def test_documents_are_ranked_in_the_shape_of_cohere_and_jina(running, path):
+    texts = ["a small cat", "the rain is cold", "Paris"]
+    body = {"model": "ranker", "query": "Who sleeps?"}
+    wanted = running("POST", "/models/ranker/rerank", {**body, "texts": texts}).json
+    found = running("POST", path, {**body, "documents": DOCUMENTS}).json
+    assert found["results"] == [
+        {"index": item["index"], "relevance_score": pytest.approx(item["score"], abs=SCORES)}
+        for item in wanted
+    ]
+    assert found["model"] == "ranker"
+    assert found["id"].startswith("rerank-")
+    assert found["usage"]["total_tokens"] > len(texts)
+    best = running(
+        "POST", path, {**body, "documents": DOCUMENTS, "top_n": 1, "return_documents": True}
+    ).json["results"]
+    assert [item["document"]["text"] for item in best] == [texts[wanted[0]["index"]]]
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "message"),
+    [
+        ({"documents": []}, 400, "documents"),
+        ({"documents": "a"}, 422, "documents"),
+        ({"documents": [3]}, 422, "documents"),
+        ({"documents": [{"title": "a"}]}, 422, "documents"),
+        ({"top_n": 0}, 422, "top_n"),
+        ({"model": "mood"}, 422, "has several labels, expected a reranker"),
+        ({"model": "nothing"}, 404, "nothing"),
+    ],
+)
+def test_documents_that_cannot_be_ranked_are_an_error(running, change, status, message):
+    body = {"model": "ranker", "query": "Who?", "documents": ["a"], **change}
+    response = running("POST", "/v1/rerank", body)
+    assert (response.status, message in response.json["error"]) == (status, True)

@@ -29,7 +29,6 @@ from enginery.serve.api.endpoints import (
     INFERENCE_STATUSES,
     Routes,
     config_of,
-    has_task,
     json_response,
     parsed,
     registry_of,
@@ -54,6 +53,7 @@ from enginery.serve.api.requests import (
     parse,
     token_ids,
 )
+from enginery.serve.api.rerank import best_first, has_one_label, score
 from enginery.serve.models.served_model import ServedModel
 
 routes = Routes("tei")
@@ -315,23 +315,13 @@ async def predict(request: Request, body: PredictRequest) -> Response:
 )
 async def rerank(request: Request, body: RerankRequest) -> Response:
     """Answer POST /rerank: rank texts by relevance to a query."""
-    model, task = select_model(request, body.model, "classify", fits=_is_reranker)
-    if not _has_one_label(model):
-        raise invalid_field(
-            f"model '{model.name}' has several labels, expected a reranker, which has one.",
-            field="model",
-            do="Send pairs to /predict.",
-        )
-    pairs = [(body.query, text) for text in body.texts]
     options = {
         # A sigmoid, or for a regression the value itself, as /predict answers.
         "activation": "none" if body.raw_scores else "auto",
         "instruction": body.instruction or None,
         "truncate": body.to_option(),
     }
-    results = await run_inference(request, model, task, pairs, options)
-    scores = [result.score for result in results]
-    order = sorted(range(len(scores)), key=lambda index: -scores[index])
+    _, scores = await score(request, body.model, body.query, body.texts, options)
     return json_response(
         [
             {
@@ -339,7 +329,7 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
                 **({"text": body.texts[index]} if body.return_text else {}),
                 "score": scores[index],
             }
-            for index in order
+            for index in best_first(scores)
         ]
     )
 
@@ -370,7 +360,7 @@ async def root(request: Request) -> Response:
         of_sentences = isinstance(values.get("inputs"), dict)
         handler, kind = (similarity, SimilarityRequest) if of_sentences else (embed, EmbedRequest)
     else:
-        ranks = _has_one_label(model)
+        ranks = has_one_label(model)
         handler, kind = (rerank, RerankRequest) if ranks else (predict, PredictRequest)
     response: Response = await handler(
         request, await parsed(partial(parse, kind, values), len(content))
@@ -474,16 +464,6 @@ def _check_total(total: int, limit: int, unit: str) -> None:
 
 def _is_batch(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and not isinstance(value[0], str)
-
-
-def _is_reranker(model: ServedModel) -> bool:
-    """Return True if a model scores pairs of texts with one number."""
-    return has_task(model, ("classify",)) and _has_one_label(model)
-
-
-def _has_one_label(model: ServedModel) -> bool:
-    # Without id2label in config.json, transformers assumes two labels.
-    return len(model.backend.config.id2label or (0, 1)) == 1
 
 
 def _tokens_json(text: str, encoding: Any) -> bytes:
