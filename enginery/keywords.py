@@ -392,6 +392,9 @@ class PredictKeywords(TypedDict, total=False):
     """What is said of a text with a label, in place of `{}`, for `candidate_labels`."""
     multi_label: bool
     """Judge each of `candidate_labels` by itself: several may be right."""
+    dimensions: int
+    """Number of leading dimensions of an embedding to keep, for models trained with Matryoshka
+    representation learning; 0 for all."""
     prompt_name: str
     """A prompt of config_sentence_transformers.json; empty for the model's default."""
     max_answer_tokens: int

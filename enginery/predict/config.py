@@ -56,6 +56,9 @@ class PredictConfig:
     """What is said of a text with a label, in place of `{}`, for `candidate_labels`."""
     multi_label: bool = False
     """Judge each of `candidate_labels` by itself: several may be right."""
+    dimensions: int = 0
+    """Number of leading dimensions of an embedding to keep, for models trained with Matryoshka
+    representation learning; 0 for all."""
     prompt_name: str = ""
     """A prompt of config_sentence_transformers.json; empty for the model's default."""
     max_answer_tokens: int = 15
@@ -119,6 +122,7 @@ class PredictConfig:
         """Raise OptionError for an invalid value."""
         minimums = {
             "top_k": 0,
+            "dimensions": 0,
             "max_answer_tokens": 1,
             "workers": 0,
             "window": 1,

@@ -39,6 +39,7 @@ _TASK_OPTIONS = {
     "candidate_labels": "candidate_labels",
     "hypothesis_template": "hypothesis_template",
     "multi_label": "multi_label",
+    "dimensions": "dimensions",
     "prompt_name": "prompt_name",
     "max_tokens": "max_answer_tokens",
     "allow_none": "allow_no_answer",
@@ -103,19 +104,21 @@ def read_options(task: type[Task], config: PredictConfig) -> TaskOptions:
             do="Leave it out; it is for models that generate texts.",
             option="generation",
         )
-    if config.candidate_labels and "candidate_labels" not in task.Options.model_fields:
-        raise OptionError(
-            f"option 'candidate_labels' is given, but the model does {' or '.join(task.tasks)}.",
-            do="Leave it out; it is for models that classify texts.",
-            option="candidate_labels",
-        )
+    for option, purpose in (("candidate_labels", "classify texts"), ("dimensions", "embed")):
+        if getattr(config, option) and option not in task.Options.model_fields:
+            raise OptionError(
+                f"option '{option}' is given, but the model does {' or '.join(task.tasks)}.",
+                do=f"Leave it out; it is for models that {purpose}.",
+                option=option,
+            )
     values = {
         name: getattr(config, option)
         for name, option in _TASK_OPTIONS.items()
         if name in task.Options.model_fields
     }
-    # Options of a task have the types of JSON.
+    # Options of a task have the types of JSON, and null in place of 0 for all dimensions.
     values = {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
+    values["dimensions"] = values.get("dimensions") or None
     try:
         return task.Options.read(values)
     except TaskOptionError as error:

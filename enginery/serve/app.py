@@ -19,6 +19,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
@@ -162,6 +163,7 @@ def make_app(
                 activity=activity,
                 shutting_down=answer_shutting_down,
             ),
+            *_cors(config),
         ],
         exception_handlers={
             EngineryError: answer_error,  # type: ignore[dict-item]
@@ -177,6 +179,20 @@ def make_app(
     app.state.access_log, app.state.tracing, app.state.budget = access_log, tracing, budget
     app.state.openapi = cache(partial(_openapi_json, with_keys=bool(keys)))
     return app
+
+
+def _cors(config: ServeConfig) -> list[Middleware]:
+    """Return what answers browsers that ask whether a page of another origin may call."""
+    if not config.cors_origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=list(config.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        )
+    ]
 
 
 @asynccontextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ _PACKAGES = (
     "starlette",
     "uvicorn",
 )
+
+
+_ORIGIN = re.compile(r"https?://[^/\s]+")
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,9 @@ class ServeConfig:
     users of the machine can read command lines."""
     api_key_file: str = ""
     """File with API keys, one per line."""
+    cors_origins: tuple[str, ...] = ()
+    """Origin whose pages may call the server from a browser, such as `https://app.example`, or `*`
+    for every one; repeat it for several. None by default."""
     grace: float = 30.0
     """Seconds that running requests get to finish after SIGTERM."""
     drain_delay: float = 0.0
@@ -186,6 +193,13 @@ def check_options(config: ServeConfig) -> None:
             "their own, and fronts do not.",
             do="Set only one of them.",
         )
+    for origin in config.cors_origins:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise OptionError(
+                f"option 'cors_origins' is '{origin}', expected a scheme and a host.",
+                do="Write it as https://app.example, without a path; or * for every origin.",
+                option="cors_origins",
+            )
     gpu_ids(config)
     if config.api_key and config.api_key_file:
         raise OptionError(

@@ -357,6 +357,19 @@ def test_changed_or_unknown_output_is_an_error(predict, tmp_path, classifier, re
     assert (tmp_path / "mine.csv").read_text() == "mine\n"
 
 
+@pytest.mark.parametrize("kept", [0, 5])
+def test_vectors_have_the_dimensions_that_are_asked_for(
+    predict, rows, reviews, tiny, tmp_path, kept
+):
+    artifact = tiny("bert", "feature-extraction")
+    predict(artifact, reviews, dimensions=kept)
+    with load_model(artifact) as model:
+        expected = model.embed([row["text"] for row in rows()], dimensions=kept or None)
+    np.testing.assert_allclose([row["embedding"] for row in rows()], expected, atol=1e-6)
+    schema = pq.read_schema(tmp_path / "out.parquet")
+    assert schema.field("embedding").type.list_size == (kept or 32)
+
+
 def test_a_column_gets_another_name_than_one_of_the_input(predict, rows, tmp_path, classifier):
     (tmp_path / "in.csv").write_text("text,label\nwarm,glad\n")
     predict(classifier, tmp_path / "in.csv")
