@@ -38,6 +38,7 @@ def test_a_model_is_made_once_and_then_taken_from_the_store(source):
     assert open_or_make(first.path).path == first.path
     with load_model(source) as model, load_model(first) as same:
         np.testing.assert_array_equal(model.embed(["It is warm."]), same.embed(["It is warm."]))
+        assert repr(model) == f"<Model {first.path}: embeds texts, on CPUExecutionProvider>"
 
 
 def test_commands_take_a_model(source, capsys, tmp_path):

@@ -119,6 +119,10 @@ class Model(Closeable):
         self._on_gpu = runner.device.kind != "cpu"
         self._lock = threading.Lock()
 
+    def __repr__(self) -> str:
+        providers = ", ".join(provider.name for provider in self.providers)
+        return f"<Model {self.artifact.path}: {self.definition.purpose}, on {providers}>"
+
     @property
     def notes(self) -> tuple[str, ...]:
         """Choices made for this model, with their reasons."""

@@ -71,6 +71,12 @@ class Artifact:
     path: Path
     manifest: Manifest
 
+    def __repr__(self) -> str:
+        manifest = self.manifest
+        verdicts = (f"{v.stage} {'passed' if v.passed else 'failed'}" for v in manifest.verdicts)
+        facts = (manifest.task, manifest.precision, f"for {manifest.target}", *verdicts)
+        return f"<Artifact {self.path}: {', '.join(facts)}>"
+
     @classmethod
     def open(cls, path: str | Path, *, verify: bool = False) -> Artifact:
         """Open an artifact and check every file against the manifest.

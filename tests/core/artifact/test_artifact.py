@@ -686,3 +686,10 @@ def test_open_gives_up_on_reports_that_never_match(tmp_path, monkeypatch):
     with pytest.raises(ArtifactError, match=r"validate\.json"):
         Artifact.open(artifact.path)
     assert next(numbers) < 100
+
+
+def test_an_artifact_is_shown_in_one_line(tmp_path):
+    artifact = make(tmp_path / "made")
+    assert repr(artifact).startswith(f"<Artifact {artifact.path}: ")
+    assert artifact.manifest.task in repr(artifact)
+    assert len(repr(artifact)) < len(str(artifact.path)) + 200
