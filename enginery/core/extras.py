@@ -63,7 +63,7 @@ def is_installed(module: str) -> bool:
     if spec is None:
         return False
     # A folder without __init__.py: a package that several install, or what was left of one.
-    return spec.origin is not None or bool(installed_version(_package_name(module)))
+    return spec.origin is not None or bool(installed_version(package_name(module)))
 
 
 def require_packages(
@@ -91,7 +91,7 @@ def missing_packages(
     purpose: str, modules: Iterable[str], *, extra: str = ""
 ) -> MissingPackageError:
     """Return the error for missing modules; the arguments are those of `require_packages`."""
-    names = list(dict.fromkeys(_package_name(module) for module in modules))
+    names = list(dict.fromkeys(package_name(module) for module in modules))
     quoted = [f"'{name}'" for name in names]
     if len(names) == 1:
         listed, verb, pronoun = f"package {quoted[0]}", "is", "it"
@@ -127,9 +127,9 @@ def missing_package(error: ImportError, purpose: str) -> MissingPackageError | N
     if not module or not (importer.partition(".")[0] == "enginery" or _requirements_of(importer)):
         return None
     required = _requirements_of(module)
-    package, top = _package_name(module), module.partition(".")[0]
+    package, top = package_name(module), module.partition(".")[0]
     version = installed_version(package)
-    is_part = package != _package_name(top)  # of a namespace that several packages install
+    is_part = package != package_name(top)  # of a namespace that several packages install
     if required and (not is_installed(top) or (is_part and not version)):
         return missing_packages(purpose, [module])
     for extra, requirement in required:
@@ -196,7 +196,7 @@ def requirements(package: str) -> Iterator[tuple[str, Requirement]]:
                 break
 
 
-def _package_name(module: str) -> str:
+def package_name(module: str) -> str:
     """Return the name of the package that installs a module: `onnx-ir` for `onnx_ir.passes`."""
     parts = module.split(".")
     for count in range(len(parts), 0, -1):
@@ -214,7 +214,7 @@ def _requirements_of(module: str) -> list[tuple[str, Requirement]]:
 
     Any build installs the module `onnxruntime`.
     """
-    name = _package_name(module)
+    name = package_name(module)
     return [
         (extra, requirement)
         for extra, requirement in own_requirements()

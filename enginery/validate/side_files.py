@@ -161,7 +161,7 @@ class _Comparison:
             tokenizer: the files of the tokenizer that differ.
         """
         nothing: dict[str, Any] = {"errors": {}}
-        if find_spec("transformers") is None:
+        if not self.reference.process.python and find_spec("transformers") is None:
             return nothing, nothing
         keys = {
             key.partition(".")[0]
@@ -169,7 +169,6 @@ class _Comparison:
             for key, _ in self._different_keys(name)
             if name == "tokenizer_config.json"
         }
-        trust = self.reference.trust_remote_code
         limit = self._limit()
         copies = self.scratch / "side-files"
         for name in self.own:
@@ -193,7 +192,7 @@ class _Comparison:
                         processor=directory == copies
                         and PreprocessorConfig.FILE not in self.written,
                     ),
-                    trust_remote_code=trust,
+                    process=self.reference.process,
                 )
             )
         shutil.rmtree(copies, ignore_errors=True)

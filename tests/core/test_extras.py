@@ -208,7 +208,7 @@ def test_every_imported_module_is_known_by_the_package_that_installs_it():
         top = module.partition(".")[0]
         packages = {extras._normalized(name) for name in providers.get(top, ())} & own
         if packages and top != "onnxruntime":  # which several packages install
-            assert extras._package_name(module) in packages, module
+            assert extras.package_name(module) in packages, module
             checked.add(top)
     assert checked >= {"torch", "onnx_ir", "mlflow", "opentelemetry", "yaml", "starlette"}
 
