@@ -92,6 +92,9 @@ class Reference:
     """How PyTorch is started."""
     vocoder: Path | None = None
     """The directory of the vocoder that a model of speech was exported with."""
+    other_transformers: str = ""
+    """The version of transformers that runs it, if the artifact was exported with another family
+    of versions; empty otherwise."""
     noise_precision: str = ""
     """Precision whose rounding errors are the noise floor; empty for the artifact's."""
 
@@ -133,7 +136,7 @@ class Reference:
         vocoder = _find_vocoder(artifact, config)
         environment = PythonEnvironment.find(config.python)
         process = TorchProcess(environment.python, config.trust_remote_code)
-        return cls(artifact, source, process, vocoder)
+        return cls(artifact, source, process, vocoder, _other_transformers(artifact, environment))
 
     @property
     def is_onnx(self) -> bool:
@@ -216,6 +219,14 @@ class Reference:
         from enginery.validate.source_file import SourceFile  # onnx takes a while to import
 
         return SourceFile(self.source.path, self.artifact.graph(graph), **noise)
+
+
+def _other_transformers(artifact: Artifact, environment: PythonEnvironment) -> str:
+    """Return the environment's version if the artifact was exported with another major one."""
+    tools = next((s.tools for s in artifact.manifest.stages if s.stage == "export"), {})
+    exported, version = tools.get("transformers", "none"), environment.version_of("transformers")
+    majors = {text.partition(".")[0] for text in (exported, version)}
+    return f"transformers {version}" if len(majors) > 1 and exported != "none" else ""
 
 
 def _find_vocoder(artifact: Artifact, config: ValidateConfig) -> Path | None:
