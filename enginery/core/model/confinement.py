@@ -104,6 +104,16 @@ _SYSTEM = (
 _DEVICES = ("/dev/null", "/dev/shm", "/proc/self")  # noqa: S108  shared memory of torch's threads
 
 
+def stay_offline() -> None:
+    """Keep the libraries of this process away from the Hub; call it before they are imported.
+
+    transformers 5 replaces layers of some models by kernels of the Hub if the package `kernels` is
+    installed.
+    """
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["USE_HUB_KERNELS"] = "0"
+
+
 class Confinement:
     """The files that a process may access, and the actions that were blocked."""
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -31,6 +30,7 @@ from numpy.typing import NDArray
 from enginery.core.artifact.manifest import Manifest
 from enginery.core.closing import Closeable
 from enginery.core.errors import ArtifactError, EngineryError, ExportError, InputError
+from enginery.core.model.confinement import stay_offline
 from enginery.core.model.source import ModelSource
 from enginery.core.resource_limits import ResourceLimits
 from enginery.core.subprocess import WorkerProcess, WorkerResult, peak_rss_bytes, serve_requests
@@ -517,7 +517,7 @@ class _Child:
 
     def load(self, request: WorkerResult) -> WorkerResult:
         if not request["trust_remote_code"]:
-            os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it when it is imported
+            stay_offline()
         from enginery.runtime.pytorch.runner import TorchOptions, TorchRunner, guarded
 
         manifest = Manifest.model_validate(request["manifest"])
@@ -631,7 +631,7 @@ class _Child:
     def describe_side_files(self, request: WorkerResult) -> WorkerResult:
         trust = request["trust_remote_code"]
         if not trust:
-            os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it when it is imported
+            stay_offline()
         from enginery.runtime.pytorch.runner import guarded
         from enginery.runtime.pytorch.side_files import describe_side_files
 
