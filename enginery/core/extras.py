@@ -15,7 +15,6 @@ what reads it would slow the command line's start.
 from __future__ import annotations
 
 import importlib.util
-import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from enginery.core.environment_probe import normalized
 from enginery.core.errors import MissingPackageError
 from enginery.core.versions import installed_version, other_export_extra
 
@@ -134,7 +134,7 @@ def missing_package(error: ImportError, purpose: str) -> MissingPackageError | N
         return missing_packages(purpose, [module])
     for extra, requirement in required:
         # Another version of a package lacks some of its modules and names.
-        is_same = _normalized(requirement.name) == package
+        is_same = normalized(requirement.name) == package
         if version and is_same and not requirement.specifier.contains(version, prereleases=True):
             return MissingPackageError(
                 f"{purpose} needs {requirement.name}{requirement.specifier}, found {version}.",
@@ -202,11 +202,7 @@ def package_name(module: str) -> str:
     for count in range(len(parts), 0, -1):
         if name := _PACKAGES.get(".".join(parts[:count])):
             return name
-    return _normalized(parts[0])
-
-
-def _normalized(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
+    return normalized(parts[0])
 
 
 def _requirements_of(module: str) -> list[tuple[str, Requirement]]:
@@ -220,7 +216,7 @@ def _requirements_of(module: str) -> list[tuple[str, Requirement]]:
         for extra, requirement in own_requirements()
         if extra not in (*NOT_FOR_USERS, other_export_extra())
         and (
-            _normalized(requirement.name) == name
+            normalized(requirement.name) == name
             or (name == _ONNXRUNTIME and extra in ONNXRUNTIME_EXTRAS)
         )
     ]
@@ -245,7 +241,7 @@ def _install_command(packages: Sequence[str], extra: str) -> str:
     by_extra: dict[str, set[str]] = {}
     for name, requirement in own_requirements():
         if name not in (*NOT_FOR_USERS, other_export_extra()):
-            by_extra.setdefault(name, set()).add(_normalized(requirement.name))
+            by_extra.setdefault(name, set()).add(normalized(requirement.name))
     builds = [name for name in ONNXRUNTIME_EXTRAS if name in by_extra]
     needed = set(packages) - by_extra.get("", set())
     needs_build = _ONNXRUNTIME in needed and bool(builds)

@@ -19,14 +19,13 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from enginery.core import environment_probe
 from enginery.core.artifact.fingerprint import stage_tools
 from enginery.core.errors import MissingPackageError, OptionError
 from enginery.core.extras import missing_packages, own_requirements, package_name
-from enginery.core.onnxruntime_builds import installed_onnxruntimes
 from enginery.core.subprocess import child_environment, interpreter_command
 from enginery.core.versions import (
     Family,
@@ -184,7 +183,9 @@ def _ask(python: str, name: str) -> dict[str, Any]:
     Raises:
         OptionError: it is no Python, or too old.
     """
-    version = _run([python, "-c", "import sys; print(*sys.version_info[:3], sep='.')"], name)
+    version = _run(
+        [python, "-c", "import sys; sys.stdout.write('%d.%d.%d' % sys.version_info[:3])"], name
+    )
     if not all(part.isdecimal() for part in version.split(".")):
         raise _not_python(name, version)
     oldest = ".".join(map(str, OLDEST_PYTHON))
@@ -194,7 +195,7 @@ def _ask(python: str, name: str) -> dict[str, Any]:
             do=f"Name the interpreter of another environment: {_EXAMPLE}",
             option="python",
         )
-    answer = _run(interpreter_command(python, __name__), name)
+    answer = _run(interpreter_command(python, environment_probe.__name__), name)
     try:
         values: dict[str, Any] = json.loads(answer)
     except ValueError:
@@ -227,7 +228,7 @@ def _run(command: list[str], name: str) -> str:
 
 def _not_python(name: str, answer: str) -> OptionError:
     return OptionError(
-        f"{name}, which does not run as Python: {answer[:200] or 'it printed nothing'}",
+        f"{name}, which does not run as Python: {answer[:200].rstrip('.') or 'it printed nothing'}.",
         do=f"Name the interpreter of an environment: {_EXAMPLE}",
         option="python",
     )
@@ -246,22 +247,3 @@ def _is_older(version: str, oldest: str) -> bool:
     from packaging.version import Version
 
     return Version(version) < Version(oldest)
-
-
-def describe_own() -> dict[str, Any]:
-    """Describe the environment of this process, for the one that started it."""
-    # The first of a name on the path is the one that is imported.
-    distributions = reversed([dist for dist in metadata.distributions() if dist.name])
-    packages = {package_name(dist.name): dist.version for dist in distributions}
-    folders = {path for path in sys.path if Path(path).is_dir()}
-    return {
-        "version": ".".join(map(str, sys.version_info[:3])),
-        "prefix": sys.prefix,
-        "packages": packages,
-        "runtimes": {build.name: build.version for build in reversed(installed_onnxruntimes())},
-        "folders": sorted(folders),
-    }
-
-
-if __name__ == "__main__":
-    sys.stdout.write(json.dumps(describe_own()) + "\n")

@@ -83,6 +83,14 @@ def test_other_programs_are_refused(tmp_path, lines, message):
     assert raised.value.option == "python"
 
 
+def test_environment_without_any_package_is_described(tmp_path):
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "empty"], check=True)
+    environment = PythonEnvironment.find(str(tmp_path / "empty" / "bin" / "python"))
+    assert (environment.packages, environment.runtimes) == ({}, {})
+    with pytest.raises(MissingPackageError, match="'torch', 'pydantic', 'psutil', "):
+        environment.require("Exporting a model", ["torch"])
+
+
 def test_a_folder_is_no_interpreter(tmp_path):
     with pytest.raises(OptionError, match=r"which is a folder\. Name the interpreter"):
         PythonEnvironment.find(str(tmp_path))
@@ -124,6 +132,6 @@ def test_child_has_enginery_from_here_and_nothing_else(bare):
     (site / "enginery").unlink()
     environment = PythonEnvironment.find(str(bare))
     assert environment.version_of("numpy")
-    command = interpreter_command(str(bare), "enginery.core.python_environment")
+    command = interpreter_command(str(bare), "enginery.core.environment_probe")
     answer = subprocess.run(command, capture_output=True, text=True, check=True)
     assert json.loads(answer.stdout)["packages"] == dict(environment.packages)
