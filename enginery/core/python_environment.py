@@ -227,8 +227,9 @@ def _run(command: list[str], name: str) -> str:
 
 
 def _not_python(name: str, answer: str) -> OptionError:
+    reason = answer[:200].rstrip(".") or "it printed nothing"
     return OptionError(
-        f"{name}, which does not run as Python: {answer[:200].rstrip('.') or 'it printed nothing'}.",
+        f"{name}, which does not run as Python: {reason}.",
         do=f"Name the interpreter of an environment: {_EXAMPLE}",
         option="python",
     )
