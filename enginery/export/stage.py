@@ -175,7 +175,7 @@ def run(
         result = _run_worker(request, source.name, environment, progress)
         notes = result.notes
         if not environment.is_own:
-            notes = [f"exported in another environment: {environment.describe()}", *notes]
+            notes = [*notes, f"exported in another environment: {environment.describe()}"]
         graphs = tuple(GraphRecord.model_validate(graph) for graph in result.graphs)
         record = StageRecord.of(
             key,
