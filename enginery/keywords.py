@@ -51,6 +51,9 @@ class ExportKeywords(TypedDict, total=False):
     config.json does not have. Without it they are an error."""
     cache_dir: str
     """The directory for Hub downloads; empty for the default cache of the Hub library."""
+    python: str
+    """The interpreter of another environment that exports the model, such as
+    ~/transformers5/bin/python; empty for the variable `ENGINERY_EXPORT_PYTHON`, or this one."""
     layout: Literal["enginery", "optimum"]
     """The graphs of a model with a cache. `enginery`: one decoder, for the last position's logits,
     and an encoder that also computes the cross-attention's keys and values. `optimum`: Optimum's
@@ -273,6 +276,9 @@ class ValidateKeywords(TypedDict, total=False):
     effort: Literal["quick", "normal", "thorough"]
     """How many batch sizes and lengths to run: `quick`, `normal` or `thorough`, which runs every
     length."""
+    python: str
+    """The interpreter of another environment that runs the model in PyTorch, such as
+    ~/transformers5/bin/python; empty for the variable `ENGINERY_EXPORT_PYTHON`, or this one."""
     seed: int
     """Random seed for the inputs of the shape sweep."""
     trust_remote_code: bool

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from enginery.core.versions import TRANSFORMERS5, transformers_family
+from enginery.core.python_environment import OWN_ENVIRONMENT, PythonEnvironment
+from enginery.core.versions import TRANSFORMERS5
 from enginery.engine.config import BuildConfig
 from enginery.export.config import ExportConfig
 from enginery.optimize.config import OptimizeConfig
@@ -55,6 +56,10 @@ class _Packages:
     now: tuple[str, ...] = ()
     later: tuple[str, ...] = ()
     """Those that a later check requires, in words that say more; see `require_packages`."""
+    elsewhere: tuple[str, ...] = ()
+    """Those of the environment that exports or runs PyTorch, if that is another one."""
+    environment: PythonEnvironment = OWN_ENVIRONMENT
+    """That environment."""
 
 
 def require_stages(
@@ -70,22 +75,33 @@ def require_stages(
     Raises:
         MissingPackageError: a package is not installed.
         ProviderError: the installation of ONNX Runtime is broken.
+        OptionError: there is no such interpreter as an option names, or it is too old.
     """
     needed = [_packages(stage, options, is_onnx=is_onnx) for stage, options in steps]
     now = dict.fromkeys(module for packages in needed for module in packages.now)
     later = [module for packages in needed for module in packages.later]
-    require_onnxruntime(purpose or PURPOSES[steps[0][0]], *now, later=later)
+    purpose = purpose or PURPOSES[steps[0][0]]
+    require_onnxruntime(purpose, *now, later=later)
+    for packages in needed:
+        if not packages.environment.is_own:
+            packages.environment.require(purpose, packages.elsewhere)
 
 
 def _packages(stage: str, options: Any, *, is_onnx: bool) -> _Packages:
     rows = _ROWS if getattr(options, "data", "") else ()
     match stage, options:
         case "export", ExportConfig():
+            if is_onnx:
+                return _Packages((ONNXRUNTIME, *_GRAPHS))
+            environment = PythonEnvironment.find(options.python)
             exporter = options.exporter
-            if exporter == "auto" and transformers_family() != TRANSFORMERS5:
+            if exporter == "auto" and environment.family != TRANSFORMERS5:
                 exporter = "optimum"
             traced = (*_PYTORCH, *(_OPTIMUM if exporter == "optimum" else (_FOLDING,)))
-            return _Packages((ONNXRUNTIME, *_GRAPHS, *(() if is_onnx else traced)))
+            modules = (ONNXRUNTIME, *_GRAPHS, *traced)
+            if environment.is_own:
+                return _Packages(modules)
+            return _Packages(elsewhere=modules, environment=environment)
         case "optimize", OptimizeConfig():
             return _Packages((ONNXRUNTIME, *_GRAPHS, _FOLDING), rows)
         case "quantize", QuantizeConfig():
@@ -97,7 +113,13 @@ def _packages(stage: str, options: Any, *, is_onnx: bool) -> _Packages:
             return _Packages((*bindings, *_GRAPHS), rows)
         case "validate", ValidateConfig():
             is_file = options.reference.endswith(".onnx") if options.reference else is_onnx
-            return _Packages((ONNXRUNTIME, *_GRAPHS, *(() if is_file else _PYTORCH)), rows)
+            graphs = (ONNXRUNTIME, *_GRAPHS)
+            if is_file:
+                return _Packages(graphs, rows)
+            environment = PythonEnvironment.find(options.python)
+            if environment.is_own:
+                return _Packages((*graphs, *_PYTORCH), rows)
+            return _Packages(graphs, rows, _PYTORCH, environment)
         case "predict", PredictConfig():
             cluster = ("ray",) if options.engine == "ray" else ()
             return _Packages((ONNXRUNTIME, *cluster), _ROWS)  # later: .npz has no rows

@@ -38,6 +38,7 @@ def linked_environment(folder, *wanted):
         folder: where it goes.
         wanted: requirements: `enginery[serve]`.
     """
+    pytest.importorskip("hatchling")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     site = folder / "lib" / version / "site-packages"

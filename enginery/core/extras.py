@@ -15,7 +15,6 @@ what reads it would slow the command line's start.
 from __future__ import annotations
 
 import importlib.util
-import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from enginery.core.environment_probe import normalized
 from enginery.core.errors import MissingPackageError
 from enginery.core.versions import installed_version, other_export_extra
 
@@ -63,7 +63,7 @@ def is_installed(module: str) -> bool:
     if spec is None:
         return False
     # A folder without __init__.py: a package that several install, or what was left of one.
-    return spec.origin is not None or bool(installed_version(_package_name(module)))
+    return spec.origin is not None or bool(installed_version(package_name(module)))
 
 
 def require_packages(
@@ -91,7 +91,7 @@ def missing_packages(
     purpose: str, modules: Iterable[str], *, extra: str = ""
 ) -> MissingPackageError:
     """Return the error for missing modules; the arguments are those of `require_packages`."""
-    names = list(dict.fromkeys(_package_name(module) for module in modules))
+    names = list(dict.fromkeys(package_name(module) for module in modules))
     quoted = [f"'{name}'" for name in names]
     if len(names) == 1:
         listed, verb, pronoun = f"package {quoted[0]}", "is", "it"
@@ -127,14 +127,14 @@ def missing_package(error: ImportError, purpose: str) -> MissingPackageError | N
     if not module or not (importer.partition(".")[0] == "enginery" or _requirements_of(importer)):
         return None
     required = _requirements_of(module)
-    package, top = _package_name(module), module.partition(".")[0]
+    package, top = package_name(module), module.partition(".")[0]
     version = installed_version(package)
-    is_part = package != _package_name(top)  # of a namespace that several packages install
+    is_part = package != package_name(top)  # of a namespace that several packages install
     if required and (not is_installed(top) or (is_part and not version)):
         return missing_packages(purpose, [module])
     for extra, requirement in required:
         # Another version of a package lacks some of its modules and names.
-        is_same = _normalized(requirement.name) == package
+        is_same = normalized(requirement.name) == package
         if version and is_same and not requirement.specifier.contains(version, prereleases=True):
             return MissingPackageError(
                 f"{purpose} needs {requirement.name}{requirement.specifier}, found {version}.",
@@ -196,17 +196,13 @@ def requirements(package: str) -> Iterator[tuple[str, Requirement]]:
                 break
 
 
-def _package_name(module: str) -> str:
+def package_name(module: str) -> str:
     """Return the name of the package that installs a module: `onnx-ir` for `onnx_ir.passes`."""
     parts = module.split(".")
     for count in range(len(parts), 0, -1):
         if name := _PACKAGES.get(".".join(parts[:count])):
             return name
-    return _normalized(parts[0])
-
-
-def _normalized(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
+    return normalized(parts[0])
 
 
 def _requirements_of(module: str) -> list[tuple[str, Requirement]]:
@@ -214,13 +210,13 @@ def _requirements_of(module: str) -> list[tuple[str, Requirement]]:
 
     Any build installs the module `onnxruntime`.
     """
-    name = _package_name(module)
+    name = package_name(module)
     return [
         (extra, requirement)
         for extra, requirement in own_requirements()
         if extra not in (*NOT_FOR_USERS, other_export_extra())
         and (
-            _normalized(requirement.name) == name
+            normalized(requirement.name) == name
             or (name == _ONNXRUNTIME and extra in ONNXRUNTIME_EXTRAS)
         )
     ]
@@ -245,7 +241,7 @@ def _install_command(packages: Sequence[str], extra: str) -> str:
     by_extra: dict[str, set[str]] = {}
     for name, requirement in own_requirements():
         if name not in (*NOT_FOR_USERS, other_export_extra()):
-            by_extra.setdefault(name, set()).add(_normalized(requirement.name))
+            by_extra.setdefault(name, set()).add(normalized(requirement.name))
     builds = [name for name in ONNXRUNTIME_EXTRAS if name in by_extra]
     needed = set(packages) - by_extra.get("", set())
     needs_build = _ONNXRUNTIME in needed and bool(builds)

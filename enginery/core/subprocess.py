@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from enginery.core import errors
+from enginery.core import errors, module_runner
 from enginery.core.closing import Closeable
 from enginery.core.errors import EngineryError, MissingPackageError, os_errors_as
 from enginery.core.extras import missing_package
@@ -55,12 +55,14 @@ WorkerResult = dict[str, Any]
 
 @dataclass(frozen=True)
 class Supervision:
-    """How the parent watches a child."""
+    """How the parent starts and watches a child."""
 
     on_phase: Callable[[str], object] = lambda _: None
     """Called with each phase that the child reports; see `report_phase`."""
     limits: ResourceLimits = NO_LIMITS
     """Memory and time at which the child is ended."""
+    python: str = ""
+    """The interpreter of another environment that runs the child; empty for this one's."""
 
 
 _UNLIMITED = Supervision()
@@ -84,7 +86,7 @@ def run_in_subprocess(
         description: start of the message if the child ends without a result: `exporting minilm`.
         error_classes: classes of errors that are raised as the child raised them, besides
             MissingPackageError. The first one replaces all others, and is raised for a crash.
-        supervision: the callback for phases that the child reports, and the limits.
+        supervision: its interpreter, its limits, and the callback for phases that it reports.
 
     Raises:
         EngineryError: the child failed, crashed or passed a limit; one of `error_classes`, with the
@@ -116,6 +118,7 @@ def run_in_subprocess(
                     str(result_file),
                     on_line=on_line,
                     limits=supervision.limits,
+                    python=supervision.python,
                 )
             except LimitError as error:
                 raise error_classes[0](
@@ -149,6 +152,7 @@ def run_module(
     *arguments: str,
     on_line: Callable[[str], object],
     limits: ResourceLimits = NO_LIMITS,
+    python: str = "",
 ) -> int:
     """Run `python -m module arguments…` and return its exit status; it ends with this process.
 
@@ -158,6 +162,7 @@ def run_module(
         on_line: called with each line of its standard output and standard error; very long lines
             come in parts. An exception in it, or an interrupt, kills the child.
         limits: memory and time at which the child is ended.
+        python: the interpreter of another environment; empty for this one's.
 
     Raises:
         LimitError: the child has passed a limit.
@@ -165,7 +170,7 @@ def run_module(
     with (
         parent_death_pipe() as (environment, descriptors),
         subprocess.Popen(
-            python_command(module, *arguments),
+            _command(python, module, *arguments),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -173,7 +178,7 @@ def run_module(
             encoding="utf-8",
             errors="replace",
             # Unbuffered, so that the log is complete if the child crashes.
-            env={**os.environ, **environment, "PYTHONUNBUFFERED": "1"},
+            env={**child_environment(python), **environment, "PYTHONUNBUFFERED": "1"},
             pass_fds=descriptors,
         ) as child,
         watching(child.pid, limits, child.kill) as watch,
@@ -191,13 +196,34 @@ def run_module(
     return status
 
 
+def _command(python: str, module: str, *arguments: str) -> list[str]:
+    """Return the command that runs a module; `python` is empty for this environment."""
+    if python:
+        return interpreter_command(python, module, *arguments)
+    return python_command(module, *arguments)
+
+
 def python_command(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs a Python module.
+    """Return the command that runs a module in this environment."""
+    return interpreter_command(sys.executable, module, *arguments)
+
+
+def interpreter_command(python: str, module: str, *arguments: str) -> list[str]:
+    """Return the command that runs a module with an interpreter, and with this enginery.
 
     With `-P` nothing is imported from the working directory, which may be a model's directory
     with a file `torch.py` in it.
     """
-    return [sys.executable, "-P", "-m", module, *arguments]
+    return [python, "-P", module_runner.__file__, module, *arguments]
+
+
+def child_environment(python: str) -> dict[str, str]:
+    """Return the environment variables of a child.
+
+    Variables that name places of this environment's packages are left out for another's.
+    """
+    own_places = ("PYTHONHOME", "PYTHONPATH") if python else ()
+    return {name: value for name, value in os.environ.items() if name not in own_places}
 
 
 class WorkerProcess(Closeable):
@@ -214,6 +240,7 @@ class WorkerProcess(Closeable):
         description: str,
         error: type[EngineryError],
         environment: Mapping[str, str] | None = None,
+        python: str = "",
     ) -> None:
         """Start `python -m module`.
 
@@ -225,6 +252,7 @@ class WorkerProcess(Closeable):
             error: class of the error to raise if the child crashes, or raises an exception that
                 is not an EngineryError.
             environment: environment variables in addition to those of this process.
+            python: the interpreter of another environment; empty for this one's.
         """
         self._description, self._error = description, error
         with ExitStack() as stack:
@@ -233,13 +261,13 @@ class WorkerProcess(Closeable):
             stream = stack.enter_context(self._log.open("w", encoding="utf-8"))
             pipe, descriptors = stack.enter_context(parent_death_pipe())
             self._process = subprocess.Popen(
-                python_command(module),
+                _command(python, module),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stream,
                 text=True,
                 encoding="utf-8",
-                env={**os.environ, **pipe, **(environment or {})},
+                env={**child_environment(python), **pipe, **(environment or {})},
                 pass_fds=descriptors,
             )
             self._held = stack.pop_all()

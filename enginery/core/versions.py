@@ -7,6 +7,7 @@ nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 Family = Literal["optimum", "transformers5", ""]
@@ -18,19 +19,26 @@ _EXTRAS = ("export", "transformers5")
 """The extras that install a family: of Optimum, and of transformers 5."""
 
 
-def transformers_family() -> Family:
-    """Return the family of this environment; empty if it exports with neither."""
-    major = installed_version("transformers").partition(".")[0]
+def transformers_family(version_of: Callable[[str], str] | None = None) -> Family:
+    """Return the family of an environment; empty if it exports with neither.
+
+    Args:
+        version_of: returns the version of a package in that environment, or an empty text; None for
+            this environment.
+    """
+    version_of = version_of or installed_version
+    major = version_of("transformers").partition(".")[0]
     if not major.isdecimal():
         return ""
     if int(major) >= 5:
         return TRANSFORMERS5
-    return OPTIMUM if installed_version("optimum-onnx") else ""
+    return OPTIMUM if version_of("optimum-onnx") else ""
 
 
-def export_extra() -> str:
-    """Return the extra that has, or would have, what this environment exports with."""
-    return _EXTRAS[transformers_family() == TRANSFORMERS5]
+def export_extra(family: Family | None = None) -> str:
+    """Return the extra that has, or would have, what a family exports with; None for this one's."""
+    family = transformers_family() if family is None else family
+    return _EXTRAS[family == TRANSFORMERS5]
 
 
 def other_export_extra() -> str:

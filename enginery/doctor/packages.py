@@ -11,6 +11,7 @@ from importlib import metadata
 from itertools import groupby
 from pathlib import Path
 
+from enginery.core.errors import MissingPackageError, OptionError
 from enginery.core.extras import (
     NOT_FOR_USERS,
     ONNXRUNTIME_EXTRAS,
@@ -19,6 +20,7 @@ from enginery.core.extras import (
     requirements,
 )
 from enginery.core.onnxruntime_builds import OnnxRuntimeBuild, installed_onnxruntimes
+from enginery.core.python_environment import OWN_ENVIRONMENT, VARIABLE, PythonEnvironment
 from enginery.core.versions import installed_version, other_export_extra
 from enginery.doctor.report import Finding, PackageStatus, absent_extras
 from enginery.runtime.providers.availability import (
@@ -55,6 +57,36 @@ def examine_packages() -> tuple[tuple[PackageStatus, ...], tuple[Finding, ...]]:
         *_wrong_cuda_packages(),
     ]
     return tuple(statuses), tuple(findings)
+
+
+def examine_exporter() -> tuple[str, tuple[Finding, ...]]:
+    """Describe what models are exported with: this environment's packages, or another's."""
+    own = _family(OWN_ENVIRONMENT)
+    try:
+        environment = PythonEnvironment.find()
+        if environment.is_own:
+            return own, ()
+        described = f"{_family(environment)} in the environment of {environment.python}"
+        environment.require("Exporting a model", ("torch", "transformers", "onnx", "onnx_ir"))
+    except OptionError as error:
+        return own, (Finding("error", f"{VARIABLE} cannot be used", error.message, error.do),)
+    except MissingPackageError as error:
+        finding = Finding(
+            "error", f"{VARIABLE} names an incomplete environment", error.message, error.do
+        )
+        return described, (finding,)
+    return described, ()
+
+
+def _family(environment: PythonEnvironment) -> str:
+    """Name the packages of an environment that export models."""
+    transformers = f"transformers {environment.version_of('transformers')}"
+    match environment.family:
+        case "optimum":
+            return f"Optimum {environment.version_of('optimum')} and {transformers}"
+        case "transformers5":
+            return transformers
+    return "nothing: neither the extra [export] nor [transformers5] is installed"
 
 
 def torch_cuda() -> str:

@@ -155,6 +155,8 @@ class DoctorReport:
 
     enginery: str
     machine: MachineStatus
+    exporter: str
+    """What models are exported with, and where."""
     nvidia: NvidiaStatus
     packages: tuple[PackageStatus, ...]
     providers: tuple[ProviderStatus, ...]
@@ -199,7 +201,7 @@ class DoctorReport:
     def tables(self) -> list[Table]:
         """Return the report as tables: machine, NVIDIA, packages, providers, findings."""
         return [
-            Table("Machine", _machine_rows(self.enginery, self.machine)),
+            Table("Machine", _machine_rows(self.enginery, self.machine, self.exporter)),
             Table("NVIDIA", _nvidia_rows(self.nvidia, self.packages)),
             Table("Packages", _package_rows(self.packages)),
             Table("Execution providers", _provider_rows(self.providers)),
@@ -281,13 +283,14 @@ def _provider_row(status: ProviderStatus) -> tuple[str, ...]:
     )
 
 
-def _machine_rows(version: str, machine: MachineStatus) -> list[Row]:
+def _machine_rows(version: str, machine: MachineStatus, exporter: str) -> list[Row]:
     memory = f"{_gib(machine.memory_available_bytes)} of {_gib(machine.memory_total_bytes)} free"
     if not machine.memory_total_bytes:
         memory = "unknown, psutil is not installed"
     facts = {
         "enginery": version,
         "Python": machine.python,
+        "exports with": exporter,
         "platform": machine.platform,
         "CPU": machine.cpu,
         "cores": f"{machine.physical_cores} physical, {machine.usable_cpus} CPUs usable",

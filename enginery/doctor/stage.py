@@ -12,7 +12,7 @@ from enginery.doctor.advice import check_settings
 from enginery.doctor.config import DoctorConfig
 from enginery.doctor.machine import examine_machine, machine_findings
 from enginery.doctor.nvidia import examine_nvidia, nvidia_findings
-from enginery.doctor.packages import examine_packages
+from enginery.doctor.packages import examine_exporter, examine_packages
 from enginery.doctor.report import DoctorReport, Finding, NvidiaStatus, ProviderStatus
 from enginery.doctor.subprocess_probe import ProbeResult, run_probe
 from enginery.doctor.tensorrt import tensorrt_findings
@@ -57,8 +57,10 @@ def examine(config: DoctorConfig, *, progress: Progress = SILENT) -> DoctorRepor
         advance()
     machine = examine_machine()
     packages, package_findings = examine_packages()
+    exporter, exporter_findings = examine_exporter()
     findings = [
         *package_findings,
+        *exporter_findings,
         *nvidia_findings(nvidia),
         *tensorrt_findings(nvidia),
         *provider_findings(providers, nvidia, required),
@@ -69,6 +71,7 @@ def examine(config: DoctorConfig, *, progress: Progress = SILENT) -> DoctorRepor
     return DoctorReport(
         enginery=installed_version("enginery") or "not installed",
         machine=machine,
+        exporter=exporter,
         nvidia=nvidia,
         packages=packages,
         providers=tuple(providers),

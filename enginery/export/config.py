@@ -61,6 +61,9 @@ class ExportConfig:
     config.json does not have. Without it they are an error."""
     cache_dir: str = not_in_key()  # where files are, not what is in them
     """The directory for Hub downloads; empty for the default cache of the Hub library."""
+    python: str = not_in_key()  # the versions of its packages are
+    """The interpreter of another environment that exports the model, such as
+    ~/transformers5/bin/python; empty for the variable `ENGINERY_EXPORT_PYTHON`, or this one."""
     layout: Literal["enginery", "optimum"] = "enginery"
     """The graphs of a model with a cache. `enginery`: one decoder, for the last position's logits,
     and an encoder that also computes the cross-attention's keys and values. `optimum`: Optimum's

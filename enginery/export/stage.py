@@ -16,7 +16,6 @@ from enginery.core.artifact.fingerprint import (
     Fingerprint,
     option_fields,
     stage_fingerprint,
-    stage_tools,
 )
 from enginery.core.artifact.manifest import GraphRecord, Manifest, StageRecord
 from enginery.core.errors import ExportError, OptionError, SourceError, UntrustedModelError
@@ -25,6 +24,7 @@ from enginery.core.model.onnx_structure import read_structure
 from enginery.core.model.source import ModelSource, resolve_source
 from enginery.core.paths import list_tree
 from enginery.core.progress import SILENT, Progress
+from enginery.core.python_environment import OWN_ENVIRONMENT, PythonEnvironment
 from enginery.core.resource_limits import ResourceLimits
 from enginery.core.subprocess import Supervision, run_in_subprocess
 from enginery.export.config import DEFAULT_OPSET, ExportConfig
@@ -88,6 +88,7 @@ def fingerprint(
         OptionError: the source is an .onnx file of a later opset than the options name.
     """
     resolved = with_opset(source, config)
+    is_onnx = source.record.kind == "onnx"
     return stage_fingerprint(
         STAGE,
         STAGE_VERSION,
@@ -97,8 +98,19 @@ def fingerprint(
             "source": source.record.sha256,
         },
         option_fields(resolved, model_kwargs=vocoder.record.sha256 if vocoder else "none"),
-        stage_tools(("onnx",) if source.record.kind == "onnx" else TOOLS),
+        find_environment(source, config).tools(("onnx",) if is_onnx else TOOLS),
     )
+
+
+def find_environment(source: ModelSource, config: ExportConfig) -> PythonEnvironment:
+    """Return the environment that exports a model; an .onnx file is imported in this one.
+
+    Raises:
+        OptionError: there is no such interpreter, or it is too old.
+    """
+    if source.record.kind == "onnx":
+        return OWN_ENVIRONMENT
+    return PythonEnvironment.find(config.python)
 
 
 def with_opset(source: ModelSource, config: ExportConfig) -> ExportConfig:
@@ -150,6 +162,7 @@ def run(
     started = time.monotonic()
     key = key or fingerprint(source, config, vocoder)
     resolved = with_opset(source, config)
+    environment = find_environment(source, config)
     with staging(out, key.inputs) as directory:
         request = WorkerRequest(
             source.record.kind,
@@ -159,15 +172,18 @@ def run(
             resolved,
             str(vocoder.path) if vocoder else "",
         )
-        result = _run_worker(request, source.name, progress)
+        result = _run_worker(request, source.name, environment, progress)
+        notes = result.notes
+        if not environment.is_own:
+            notes = [*notes, f"exported in another environment: {environment.describe()}"]
         graphs = tuple(GraphRecord.model_validate(graph) for graph in result.graphs)
         record = StageRecord.of(
             key,
             config,
             started=started,
-            tools=stage_tools(TOOLS),
+            tools=environment.tools(TOOLS),
             peak_rss_bytes=result.peak_rss_bytes,
-            notes=result.notes,
+            notes=notes,
         ).with_resolved(opset=resolved.opset, exporter=result.exporter)
         manifest = Manifest(
             source=source.record,
@@ -186,7 +202,9 @@ def run(
     return Artifact.open(out)
 
 
-def _run_worker(request: WorkerRequest, name: str, progress: Progress) -> WorkerResult:
+def _run_worker(
+    request: WorkerRequest, name: str, environment: PythonEnvironment, progress: Progress
+) -> WorkerResult:
     """Run the child process and report its phases. Its other output goes to a log."""
     with progress.task(f"exporting {name}") as advance:
 
@@ -200,7 +218,7 @@ def _run_worker(request: WorkerRequest, name: str, progress: Progress) -> Worker
             log=store_log(f"export-{name}.log"),
             description=f"exporting {name}",
             error_classes=(ExportError, OptionError, SourceError, UntrustedModelError),
-            supervision=Supervision(on_phase, _limits(request)),
+            supervision=Supervision(on_phase, _limits(request), environment.python),
         )
     return WorkerResult(**result)
 

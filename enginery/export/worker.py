@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from enginery.core.errors import ExportError
+from enginery.core.model.confinement import stay_offline
 from enginery.core.subprocess import peak_rss_bytes, report_phase, worker_main
 from enginery.core.versions import (
     OPTIMUM,
@@ -76,7 +77,7 @@ def _trace(request: WorkerRequest, out: Path) -> ExportedModel:
     report_phase(f"loading PyTorch and {'Optimum' if has_optimum else 'transformers'}")
     if not config.trust_remote_code:
         # All files are local. Trusted code may be in another repository, which needs the Hub.
-        os.environ["HF_HUB_OFFLINE"] = "1"
+        stay_offline()
     exporters = _import_exporters(config)
     from enginery.runtime.pytorch.runner import guarded
 

@@ -326,7 +326,10 @@ def _convert_text(option: str, hint: Any, value: str, base: Path) -> Any:
     if option == "reference":
         return _resolve_model(value, base)
     is_path = option in PATHS and value != "-"  # which is standard input
-    return _resolve(value, base) if is_path or (option == "url" and ":" not in value) else value
+    is_path = is_path or (option == "url" and ":" not in value)
+    # An interpreter without a folder is looked for on the system's path.
+    is_path = is_path or (option == "python" and Path(value).name != value)
+    return _resolve(value, base) if is_path else value
 
 
 def _convert_providers(stage: str, value: Any, base: Path) -> str:

@@ -52,6 +52,9 @@ class ValidateConfig:
     effort: Effort = "normal"
     """How many batch sizes and lengths to run: `quick`, `normal` or `thorough`, which runs every
     length."""
+    python: str = not_in_key()  # the versions of its packages are
+    """The interpreter of another environment that runs the model in PyTorch, such as
+    ~/transformers5/bin/python; empty for the variable `ENGINERY_EXPORT_PYTHON`, or this one."""
     seed: int = 0
     """Random seed for the inputs of the shape sweep."""
     trust_remote_code: bool = not_in_key(False)  # a permission, like the next

@@ -30,9 +30,10 @@ from enginery.core.model.onnx_structure import RANDOM_OPS, read_structure
 from enginery.core.model.source import ModelSource, resolve_record, resolve_source
 from enginery.core.precision import roundoff
 from enginery.core.progress import Progress
+from enginery.core.python_environment import PythonEnvironment
 from enginery.runtime.agreement import read_model_pooling
 from enginery.runtime.onnxruntime.graph_limits import check_allocations
-from enginery.runtime.pytorch.reference import TorchReference
+from enginery.runtime.pytorch.reference import CONFINED, TorchProcess, TorchReference
 from enginery.runtime.tasks.classify import SCORES, Activation, activated, choose_activation
 from enginery.runtime.tasks.embed import SENTENCE_OUTPUT, TOKEN_OUTPUTS
 from enginery.runtime.text.pooling import Pooling, read_pooling
@@ -87,9 +88,13 @@ class Reference:
 
     artifact: Artifact
     source: ModelSource
-    trust_remote_code: bool = False
+    process: TorchProcess = CONFINED
+    """How PyTorch is started."""
     vocoder: Path | None = None
     """The directory of the vocoder that a model of speech was exported with."""
+    other_transformers: str = ""
+    """The version of transformers that runs it, if the artifact was exported with another family
+    of versions; empty otherwise."""
     noise_precision: str = ""
     """Precision whose rounding errors are the noise floor; empty for the artifact's."""
 
@@ -100,6 +105,7 @@ class Reference:
         Raises:
             SourceError: it does not exist or has changed since the export, or has only pickled
                 weights; or it is an .onnx file, but the artifact has several graphs or contains it.
+            OptionError: there is no such interpreter as `python` names, or it is too old.
         """
         record = artifact.manifest.source
         if config.reference:
@@ -128,7 +134,9 @@ class Reference:
                 )
             return cls(artifact, source)
         vocoder = _find_vocoder(artifact, config)
-        return cls(artifact, source, config.trust_remote_code, vocoder)
+        environment = PythonEnvironment.find(config.python)
+        process = TorchProcess(environment.python, config.trust_remote_code)
+        return cls(artifact, source, process, vocoder, _other_transformers(artifact, environment))
 
     @property
     def is_onnx(self) -> bool:
@@ -204,13 +212,21 @@ class Reference:
             graph=graph,
             precision=precision,
             vocoder=self.vocoder,
-            trust_remote_code=self.trust_remote_code,
+            process=self.process,
         )
 
     def _open_file(self, graph: str, **noise: Any) -> SourceFile:
         from enginery.validate.source_file import SourceFile  # onnx takes a while to import
 
         return SourceFile(self.source.path, self.artifact.graph(graph), **noise)
+
+
+def _other_transformers(artifact: Artifact, environment: PythonEnvironment) -> str:
+    """Return the environment's version if the artifact was exported with another major one."""
+    tools = next((s.tools for s in artifact.manifest.stages if s.stage == "export"), {})
+    exported, version = tools.get("transformers", "none"), environment.version_of("transformers")
+    majors = {text.partition(".")[0] for text in (exported, version)}
+    return f"transformers {version}" if len(majors) > 1 and exported != "none" else ""
 
 
 def _find_vocoder(artifact: Artifact, config: ValidateConfig) -> Path | None:

@@ -48,6 +48,7 @@ from enginery.core.model.files import ModelConfig
 from enginery.core.model.onnx_structure import random_notes, read_structure
 from enginery.core.model.source import resolve_source
 from enginery.core.progress import SILENT, Progress
+from enginery.core.python_environment import OWN_ENVIRONMENT, PythonEnvironment
 from enginery.core.shapes import Profile, profiles_by_graph
 from enginery.core.temporary import temporary_directory
 from enginery.core.tolerance import QuantizedTolerance, Tolerance
@@ -112,9 +113,11 @@ if TYPE_CHECKING:
     from enginery.validate.random_numbers import GivenNumbers
 
 STAGE = "validate"
-STAGE_VERSION = "25"
+STAGE_VERSION = "26"
 REPORT = f"{REPORTS}/{ValidationReport.FILE}"
 TOOLS = ("torch", "transformers", "optimum-onnx", "numpy", "tokenizers", "pillow")
+_FRAMEWORKS = TOOLS[:3]
+"""Those that the PyTorch model runs with, which may be in another environment."""
 
 _RANDOM = "random"
 """Folder of the graphs that take random numbers."""
@@ -126,6 +129,7 @@ def fingerprint(artifact: Artifact, config: ValidateConfig) -> Fingerprint:
     Raises:
         OptionError: an option is invalid.
         SourceError: the reference cannot be found.
+        OptionError: there is no such interpreter as `python` names, or it is too old.
     """
     check_options(config)
     manifest = artifact.manifest
@@ -148,7 +152,20 @@ def fingerprint(artifact: Artifact, config: ValidateConfig) -> Fingerprint:
         reference = resolve_source(config.reference, allow_pickle=config.allow_pickle)
         contents["reference"] = reference.record.sha256
     options = option_fields(config, **contents)
-    return stage_fingerprint(STAGE, STAGE_VERSION, inputs, options, stage_tools(TOOLS))
+    return stage_fingerprint(STAGE, STAGE_VERSION, inputs, options, _tools(artifact, config))
+
+
+def _find_environment(artifact: Artifact, config: ValidateConfig) -> PythonEnvironment:
+    """Return the environment that runs PyTorch; this one's if the reference is an .onnx file."""
+    is_onnx = artifact.manifest.source.kind == "onnx"
+    is_file = config.reference.endswith(".onnx") if config.reference else is_onnx
+    return OWN_ENVIRONMENT if is_file else PythonEnvironment.find(config.python)
+
+
+def _tools(artifact: Artifact, config: ValidateConfig) -> dict[str, str]:
+    """Return the versions of what a validation works with."""
+    environment = _find_environment(artifact, config)
+    return {**stage_tools(TOOLS), **environment.versions(_FRAMEWORKS)}
 
 
 def providers_of(config: ValidateConfig) -> tuple[ProviderSpec, ...]:
@@ -230,6 +247,9 @@ def _compare(
     inputs = {record.file: record.inputs for record in graphs}
     profiles = profiles_by_graph(inputs, config.profile, feed_limits.max_sizes)
     notes = []
+    environment = _find_environment(artifact, config)
+    if not environment.is_own:
+        notes.append(f"PyTorch ran in another environment: {environment.describe()}")
     for record in manifest.graphs:
         notes += random_notes(read_structure(artifact.path / record.file).op_types(), record.file)
     embeddings = _embeddings(artifact, notes)
@@ -312,7 +332,7 @@ def _compare(
         effort=config.effort,
         coverage=comparison.coverage,
         notes=notes,
-        tools=stage_tools(TOOLS),
+        tools=_tools(artifact, config),
         seconds=round(time.monotonic() - started, 3),
     )
     return replace(report, summary=summarize(report)), longest

@@ -201,14 +201,14 @@ def imported_modules():
 
 @pytest.mark.more
 def test_every_imported_module_is_known_by_the_package_that_installs_it():
-    own = {extras._normalized(requirement.name) for _, requirement in own_requirements()}
+    own = {extras.normalized(requirement.name) for _, requirement in own_requirements()}
     providers = metadata.packages_distributions()
     checked = set()
     for module in imported_modules():
         top = module.partition(".")[0]
-        packages = {extras._normalized(name) for name in providers.get(top, ())} & own
+        packages = {extras.normalized(name) for name in providers.get(top, ())} & own
         if packages and top != "onnxruntime":  # which several packages install
-            assert extras._package_name(module) in packages, module
+            assert extras.package_name(module) in packages, module
             checked.add(top)
     assert checked >= {"torch", "onnx_ir", "mlflow", "opentelemetry", "yaml", "starlette"}
 

@@ -5,10 +5,13 @@ import sys
 import pytest
 
 from enginery.core import extras
+from enginery.core.python_environment import VARIABLE
+from enginery.core.versions import installed_version
 from enginery.doctor import packages
-from enginery.doctor.packages import examine_packages, torch_cuda
+from enginery.doctor.packages import examine_exporter, examine_packages, torch_cuda
 from enginery.doctor.report import PackageStatus, absent_extras
 from enginery.runtime.providers.availability import installed_onnxruntimes
+from tests.environments import linked_environment
 
 
 @pytest.fixture
@@ -315,3 +318,23 @@ def test_missing_packaging_is_an_error(monkeypatch):
     statuses, (finding,) = examine_packages()
     assert statuses == ()
     assert "'packaging' is not installed" in finding.evidence
+
+
+def test_exporter_is_that_of_this_environment(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    described, found = examine_exporter()
+    assert f"transformers {installed_version('transformers')}" in described
+    assert not found
+
+
+def test_exporter_of_another_environment_is_examined(tmp_path, monkeypatch):
+    bare = linked_environment(tmp_path / "bare", "enginery")
+    monkeypatch.setenv(VARIABLE, str(bare))
+    described, (finding,) = examine_exporter()
+    assert described.startswith("nothing: neither the extra")
+    assert described.endswith(f"in the environment of {bare}")
+    assert finding.problem == f"{VARIABLE} names an incomplete environment"
+    assert "'torch'" in finding.evidence
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "nothing"))
+    _, (finding,) = examine_exporter()
+    assert (finding.severity, finding.problem) == ("error", f"{VARIABLE} cannot be used")

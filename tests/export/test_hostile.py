@@ -16,6 +16,8 @@ import pytest
 from enginery import bench_model, export_model, validate_model
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import ArtifactError, EngineryError, SourceError, UntrustedModelError
+from enginery.core.model.confinement import stay_offline
+from tests.environments import needs_transformers5
 
 
 @pytest.fixture
@@ -105,6 +107,36 @@ def test_attention_of_a_repository_is_not_loaded(bert, key):
     model = bert(**{key: "org/kernel"})
     with pytest.raises(UntrustedModelError, match=f"{key} is 'org/kernel'"):
         export_model(str(model))
+
+
+@pytest.mark.more
+def test_code_that_generates_is_not_loaded(tiny_model, tmp_path, marker):
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model("gpt2", "text-generation"), model)
+    (model / "custom_generate").mkdir()
+    for name in ("custom_generate/generate.py", "evil.py"):
+        (model / name).write_text(payload(marker))
+    edit(model / "generation_config.json", custom_generate="custom_generate")
+    edit(model / "config.json", auto_map={"AutoModelForCausalLM": "evil.Model"})
+    artifact = export_model(str(model))
+    assert validate_model(artifact, effort="quick").passed
+    assert not marker.exists()
+    assert not list(artifact.path.rglob("*.py"))
+
+
+def test_kernels_of_the_hub_are_switched_off(monkeypatch):
+    for name in ("HF_HUB_OFFLINE", "USE_HUB_KERNELS"):
+        monkeypatch.setenv(name, "1")
+    stay_offline()
+    assert (os.environ["HF_HUB_OFFLINE"], os.environ["USE_HUB_KERNELS"]) == ("1", "0")
+
+
+@needs_transformers5
+def test_transformers_takes_the_switch_for_kernels(monkeypatch):
+    monkeypatch.setenv("USE_HUB_KERNELS", "0")
+    look = "from transformers.integrations import hub_kernels; print(hub_kernels._kernels_enabled)"
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
 
 
 class _Runs:

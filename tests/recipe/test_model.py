@@ -307,7 +307,8 @@ def test_paths_start_from_the_recipe_wherever_the_command_runs(tmp_path, monkeyp
     (folder / "mine").mkdir(parents=True)
     (folder / "r.yaml").write_text(
         "model: mine\nout: ../build\nstages:\n"
-        "  - export: {cache_dir: cache}\n  - validate: {data: r.csv, reference: ./torch}\n"
+        "  - export: {cache_dir: cache, python: v5/bin/python}\n"
+        "  - validate: {data: r.csv, reference: ./torch, python: python3}\n"
     )
     monkeypatch.chdir(tmp_path)
     for path in (folder / "r.yaml", Path("recipes/r.yaml")):
@@ -316,6 +317,8 @@ def test_paths_start_from_the_recipe_wherever_the_command_runs(tmp_path, monkeyp
         assert Path(recipe.model) == folder / "mine"
         assert Path(recipe.out).resolve() == tmp_path / "build"
         assert Path(export.cache_dir).resolve() == folder / "cache"
+        assert Path(export.python).resolve() == folder / "v5/bin/python"
+        assert validate.python == "python3"
         assert Path(validate.data).resolve() == folder / "r.csv"
         assert Path(validate.reference) == folder / "torch"
 

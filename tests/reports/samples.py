@@ -420,7 +420,9 @@ def doctor_report() -> DoctorReport:
         ProviderStatus(AZURE, False, (), False, False, "", ""),
     )
     finding = Finding("warning", "no CUDA", "libcublas.so.13 was not found", "pip install")
-    return DoctorReport("0.1.0", machine, nvidia, packages, providers, (finding,))
+    return DoctorReport(
+        "0.1.0", machine, "transformers 5.24.0", nvidia, packages, providers, (finding,)
+    )
 
 
 def run_result(artifact: Artifact) -> RunResult:

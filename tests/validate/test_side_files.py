@@ -40,11 +40,13 @@ def in_this_process(monkeypatch):
     """Ask transformers here; that its child process answers the same is tested in test_stage."""
     from enginery.runtime.pytorch import side_files
 
-    def describe(directory, file, question, **options):  # the way back from another process
+    def describe(directory, file, question, *, process):  # the way back from another process
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             asked = dataclasses.asdict(question)
-            described = side_files.describe_side_files(directory, **asked, **options)
+            described = side_files.describe_side_files(
+                directory, **asked, trust_remote_code=process.trust_remote_code
+            )
         return json.loads(json.dumps(described))
 
     monkeypatch.setattr(module, "describe_side_files", describe)

@@ -104,6 +104,16 @@ _SYSTEM = (
 _DEVICES = ("/dev/null", "/dev/shm", "/proc/self")  # noqa: S108  shared memory of torch's threads
 
 
+def stay_offline() -> None:
+    """Keep the libraries of this process away from the Hub; call it before they are imported.
+
+    transformers 5 replaces layers of some models by kernels of the Hub if the package `kernels` is
+    installed.
+    """
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["USE_HUB_KERNELS"] = "0"
+
+
 class Confinement:
     """The files that a process may access, and the actions that were blocked."""
 
@@ -192,6 +202,10 @@ class Confinement:
         else:  # compile has (source, file), import (module, file, …), dlopen (file,)
             file = arguments[0] if event == "ctypes.dlopen" else arguments[1]
         if isinstance(file, str | bytes | os.PathLike) and os.sep in os.fsdecode(file):
+            # torch.fx compiles `<eval_with_key>.0 from /path/of/the/caller.py:17`. As a relative
+            # path it would be a file of a model whose directory is the working directory.
+            if os.fsdecode(file).startswith("<"):
+                return
             code_file = _resolved(file)
             if self._is_data(code_file):
                 self._block(f"to run {code_file}")

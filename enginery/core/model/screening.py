@@ -7,7 +7,8 @@ they do. Trust is given by the user on the command line, never by a file of the 
     # UntrustedModelError: …/config.json: auto_map names Python code that comes with the model: …
 
 The checks follow published vulnerabilities of loaders: a nested configuration whose code is fetched
-from another repository (CVE-2026-5241), attention kernels fetched from the Hub (CVE-2026-4372).
+from another repository (CVE-2026-5241), attention kernels fetched from the Hub (CVE-2026-4372),
+names of chat templates that are paths, to which saving a tokenizer writes (CVE-2026-9856).
 """
 
 from __future__ import annotations
@@ -31,9 +32,26 @@ _SETTINGS = re.compile(
     r"|modules|config_sentence_transformers|sentence_\w+_config)\.json$"
 )
 
-# ALL_ATTENTION_FUNCTIONS of transformers 4.57; a name with a slash is fetched from the Hub.
-_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+# ALL_ATTENTION_FUNCTIONS of transformers 4.57 and 5.24; a name with a slash is fetched from the
+# Hub.
+_ATTENTION = (
+    "eager",
+    "sdpa",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flash_attention_4",
+    "flex_attention",
+)
 _ATTENTION_KEYS = ("_attn_implementation", "_attn_implementation_internal", "attn_implementation")
+
+# Arguments of from_pretrained in transformers 5 that replace code of a model by that of the Hub. It
+# does not read them from a file, and no file has a reason to contain them.
+_KERNEL_KEYS = ("use_kernels", "kernel_config", "allow_all_kernels")
+_EXPERTS_KEYS = (
+    "_experts_implementation",
+    "_experts_implementation_internal",
+    "experts_implementation",
+)
 
 # Loaders open the paths in these keys if they are nested; at the top level they ignore them.
 _PATH_KEYS = ("_name_or_path", "name_or_path", "backbone", "base_model_name_or_path")
@@ -189,6 +207,14 @@ def _screen_file(
             )
         elif key in _ATTENTION_KEYS:
             _screen_attention(path, key_path, value)
+        elif (key in _KERNEL_KEYS and value) or (key in _EXPERTS_KEYS and "/" in str(value)):
+            raise UntrustedModelError(
+                f"{path}: {key_path} is {_SHORT.repr(value)}: a file of the model must not name "
+                "code of the Hub.",
+                do="Remove the key, or pass --trust-remote-code if you trust the model's author.",
+            )
+        elif key == "chat_template":
+            _screen_templates(path, key_path, value)
         elif isinstance(value, str) and (
             (key in _PATH_KEYS and nested) or _FILE_KEYS.search(key) or key in _TOP_PATH_KEYS
         ):
@@ -274,6 +300,20 @@ def _screen_attention(path: Path, key_path: _KeyPath, value: Any) -> None:
                 f"{path}: {key_path} is {_SHORT.repr(name)}: transformers would download that code "
                 f"from the Hub. Expected one of {', '.join(_ATTENTION)}.",
                 do="Remove the key, or pass --trust-remote-code if you trust the model's author.",
+            )
+
+
+def _screen_templates(path: Path, key_path: _KeyPath, value: Any) -> None:
+    """Raise for a chat template whose name is a path: transformers saves it under its name."""
+    names = list(value) if isinstance(value, dict) else []
+    if isinstance(value, list):
+        names = [item.get("name") for item in value if isinstance(item, dict)]
+    for name in names:
+        if isinstance(name, str) and not re.fullmatch(r"[\w-]+([. ][\w-]+)*", name):
+            raise UntrustedModelError(
+                f"{path}: {key_path} has the name {_SHORT.repr(name)}, expected letters, digits, "
+                "'.', '_' and '-'.",
+                do=_DISTRUST,
             )
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -31,6 +30,7 @@ from numpy.typing import NDArray
 from enginery.core.artifact.manifest import Manifest
 from enginery.core.closing import Closeable
 from enginery.core.errors import ArtifactError, EngineryError, ExportError, InputError
+from enginery.core.model.confinement import stay_offline
 from enginery.core.model.source import ModelSource
 from enginery.core.resource_limits import ResourceLimits
 from enginery.core.subprocess import WorkerProcess, WorkerResult, peak_rss_bytes, serve_requests
@@ -94,6 +94,19 @@ def sample_positions(shape: Sequence[int]) -> tuple[NDArray[np.int64], ...]:
     return np.unravel_index(flat, tuple(shape))
 
 
+@dataclass(frozen=True)
+class TorchProcess:
+    """How a process with PyTorch is started."""
+
+    python: str = ""
+    """The interpreter of another environment; empty for this one's."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model, without confinement."""
+
+
+CONFINED = TorchProcess()
+
+
 class TorchReference(Closeable):
     """A PyTorch model as the reference for one graph, in its own process."""
 
@@ -105,7 +118,7 @@ class TorchReference(Closeable):
         graph: str = "",
         precision: str = "fp32",
         vocoder: Path | None = None,
-        trust_remote_code: bool = False,
+        process: TorchProcess = CONFINED,
     ) -> None:
         """Load the model.
 
@@ -115,7 +128,7 @@ class TorchReference(Closeable):
             graph: file name of the graph; empty for the first.
             precision: fp64, fp32, fp16 or bf16.
             vocoder: the directory of the vocoder that a model of speech was exported with.
-            trust_remote_code: run Python code that comes with the model, without confinement.
+            process: how its process is started.
 
         Raises:
             UntrustedModelError: the model requires permissions that were not granted, or attempted
@@ -123,13 +136,12 @@ class TorchReference(Closeable):
             ArtifactError: the artifact has no such graph.
             ExportError: PyTorch cannot load the model, or takes more memory than its size explains.
         """
-        # Do not reuse a process in which a model's own code has run.
-        self._alone = trust_remote_code
+        self._process = process
         files = (source.path / name for name in source.record.files)
         self._limits = ResourceLimits.of_checkpoint(
             file_bytes=sum(file.stat().st_size for file in files if file.is_file())
         )
-        self._worker: WorkerProcess | None = _start_worker() if self._alone else _take_worker()
+        self._worker: WorkerProcess | None = _take_worker(process)
         self.notes: list[str] = self._request(
             "load",
             path=str(source.path),
@@ -138,7 +150,7 @@ class TorchReference(Closeable):
             graph=graph,
             precision=precision,
             vocoder=str(vocoder) if vocoder else "",
-            trust_remote_code=trust_remote_code,
+            trust_remote_code=process.trust_remote_code,
         )["notes"]
 
     def __call__(
@@ -314,7 +326,7 @@ class TorchReference(Closeable):
         worker, self._worker = self._worker, None
         if worker is None:
             return
-        if self._alone:
+        if self._process.trust_remote_code:
             worker.close()
             return
         try:
@@ -325,7 +337,7 @@ class TorchReference(Closeable):
         if held_bytes > _LARGE_BYTES:
             worker.close()
         else:
-            _keep_worker(worker)
+            _keep_worker(worker, self._process)
 
     def _run(self, does: str, feeds: Feeds, directory: Path, **values: Any) -> dict[str, Path]:
         """Send feeds through a file, and return the files of the outputs."""
@@ -358,8 +370,8 @@ class TorchReference(Closeable):
         except BaseException as error:
             self._worker = None
             refused = does == "load" and isinstance(error, ExportError | ArtifactError)
-            if refused and worker.is_alive and not self._alone:
-                _keep_worker(worker)
+            if refused and worker.is_alive:
+                _keep_worker(worker, self._process)
             else:  # the process may be damaged: do not reuse it
                 worker.close()
             raise
@@ -380,7 +392,11 @@ class SideFileQuestion:
 
 
 def describe_side_files(
-    directory: Path, file: Path, question: SideFileQuestion, *, trust_remote_code: bool = False
+    directory: Path,
+    file: Path,
+    question: SideFileQuestion,
+    *,
+    process: TorchProcess = CONFINED,
 ) -> dict[str, Any]:
     """Return what transformers reads from a directory; see `runtime/pytorch/side_files.py`.
 
@@ -388,13 +404,13 @@ def describe_side_files(
         directory: the directory of a model, or of files of an artifact.
         file: a file to pass the answer through, which may take megabytes.
         question: what is asked.
-        trust_remote_code: run Python code that comes with the model, without confinement.
+        process: how the process that answers is started.
 
     Raises:
         UntrustedModelError: the files require permissions that were not granted.
         EngineryError: the file cannot be written.
     """
-    worker = _start_worker() if trust_remote_code else _take_worker()
+    worker = _take_worker(process)
     try:
         worker.request(
             "describe_side_files",
@@ -405,48 +421,46 @@ def describe_side_files(
             task=question.task,
             keys=list(question.keys),
             processor=question.processor,
-            trust_remote_code=trust_remote_code,
+            trust_remote_code=process.trust_remote_code,
         )
     except BaseException:
         worker.close()
         raise
-    if trust_remote_code:
-        worker.close()
-    else:
-        _keep_worker(worker)
+    _keep_worker(worker, process)
     described: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     file.unlink()
     return described
 
 
-_idle: list[WorkerProcess] = []
+_idle: list[tuple[WorkerProcess, TorchProcess]] = []
 _idle_lock = threading.Lock()
 
 
-def _start_worker() -> WorkerProcess:
+def _take_worker(process: TorchProcess) -> WorkerProcess:
+    """Return an idle process of this kind, or a new one."""
+    with _idle_lock:
+        for worker, kind in reversed(_idle.copy()):
+            if kind == process:
+                _idle.remove((worker, kind))
+                if worker.is_alive:
+                    return worker
+                worker.close()
     return WorkerProcess(
         "enginery.runtime.pytorch.reference",
         description="PyTorch",
         error=ExportError,
         environment={"TOKENIZERS_PARALLELISM": "false"},
+        python=process.python,
     )
 
 
-def _take_worker() -> WorkerProcess:
-    """Return an idle process, or a new one."""
+def _keep_worker(worker: WorkerProcess, process: TorchProcess) -> None:
+    """Keep a process for the next model, for `_IDLE_SECONDS`; end it if a model's code has run."""
+    if process.trust_remote_code:
+        worker.close()
+        return
     with _idle_lock:
-        while _idle:
-            worker = _idle.pop()
-            if worker.is_alive:
-                return worker
-            worker.close()
-    return _start_worker()
-
-
-def _keep_worker(worker: WorkerProcess) -> None:
-    """Keep a process for the next model, for `_IDLE_SECONDS`."""
-    with _idle_lock:
-        _idle.append(worker)
+        _idle.append((worker, process))
     timer = threading.Timer(_IDLE_SECONDS, _end_worker, [worker])
     timer.daemon = True
     timer.start()
@@ -455,15 +469,16 @@ def _keep_worker(worker: WorkerProcess) -> None:
 def _end_worker(worker: WorkerProcess) -> None:
     with _idle_lock:
         # Another model may have taken the process in the meantime.
-        if worker not in _idle:
+        entry = next((entry for entry in _idle if entry[0] is worker), None)
+        if entry is None:
             return
-        _idle.remove(worker)
+        _idle.remove(entry)
     worker.close()
 
 
 @atexit.register
 def _end_all_workers() -> None:
-    for worker in _idle.copy():
+    for worker, _ in _idle.copy():
         _end_worker(worker)
 
 
@@ -502,7 +517,7 @@ class _Child:
 
     def load(self, request: WorkerResult) -> WorkerResult:
         if not request["trust_remote_code"]:
-            os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it when it is imported
+            stay_offline()
         from enginery.runtime.pytorch.runner import TorchOptions, TorchRunner, guarded
 
         manifest = Manifest.model_validate(request["manifest"])
@@ -616,7 +631,7 @@ class _Child:
     def describe_side_files(self, request: WorkerResult) -> WorkerResult:
         trust = request["trust_remote_code"]
         if not trust:
-            os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it when it is imported
+            stay_offline()
         from enginery.runtime.pytorch.runner import guarded
         from enginery.runtime.pytorch.side_files import describe_side_files
 

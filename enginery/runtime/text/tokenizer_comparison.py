@@ -118,11 +118,25 @@ class TokenizerDifferences:
     answers: list[str] = field(default_factory=list)
     unusual: list[str] = field(default_factory=list)
     """Answers to texts of which `UNUSUAL` says that transformers' own tokenizers differ."""
+    offsets: list[str] = field(default_factory=list)
+    """Texts whose tokens are the same and begin or end elsewhere."""
 
     @property
     def problem(self) -> str:
         """The first difference with an effect, in words; empty if there is none."""
-        return next(iter([*self.settings, *self.answers, *self.unusual]), "")
+        return next(iter([*self.settings, *self.answers, *self.unusual, *self.offsets]), "")
+
+    def problem_of_version(self, *, spans: bool) -> str:
+        """Return the first difference that counts between two major versions of transformers.
+
+        They make equal tokenizers of unequal state, and count white space before a token
+        differently.
+
+        Args:
+            spans: the model's answers are spans of the text.
+        """
+        offsets = self.offsets if spans else []
+        return next(iter([*self.settings, *self.answers, *self.unusual, *offsets]), "")
 
 
 def compare_tokenizer(
@@ -151,10 +165,14 @@ def compare_tokenizer(
             continue
         if tokenizer.pair_template and len(answer.texts) > 1:
             continue  # such models join pairs by a chat template
-        problem = _compare_answer(tokenizer, answer, expected.name, names_language=names_language)
+        problem, moved = _compare_answer(
+            tokenizer, answer, expected.name, names_language=names_language
+        )
         if problem:
             unusual = answer.texts[0] in UNUSUAL
             (differences.unusual if unusual else differences.answers).append(problem)
+        if moved:
+            differences.offsets.append(moved)
     differences.settings += _compare_chats(directory, expected)
     return differences
 
@@ -223,34 +241,34 @@ def _compare_settings(
 
 def _compare_answer(
     tokenizer: TextTokenizer, answer: Answer, name: str, *, names_language: bool
-) -> str:
-    """Return how the tokens of a text differ; empty if they are the same."""
+) -> tuple[str, str]:
+    """Return how the tokens of a text differ, and how their offsets do; empty if they do not."""
     item: Any = answer.texts[0] if len(answer.texts) == 1 else tuple(answer.texts)
     shown = repr(item) if len(repr(item)) < 80 else f"{repr(item)[:80]}…"
     try:
         if names_language:
             encodings = tokenizer.encode_source([item])
             if len(encodings[0].ids) > tokenizer.limit:
-                return ""  # its caller truncates
+                return "", ""  # its caller truncates
         else:
             encodings = [*tokenizer.encode([item]), *tokenizer.encode([item], offsets=False)]
     except EngineryError as error:
-        return f"{shown} is refused, but {name} of transformers takes it: {error.message}"
+        return f"{shown} is refused, but {name} of transformers takes it: {error.message}", ""
     for encoding in encodings:
         if list(encoding.ids) != list(answer.ids):
             return (
                 f"{shown} has the token ids {_first(encoding.ids)}, but {_first(answer.ids)} with "
                 f"{name} of transformers"
-            )
+            ), ""
         if answer.types and list(encoding.type_ids) != list(answer.types):
-            return f"{shown} has other token types than with {name} of transformers"
+            return f"{shown} has other token types than with {name} of transformers", ""
     offsets = getattr(encodings[0], "offsets", None)
     # The tokens around a text of a language are put there without offsets.
     if names_language or offsets is None or not answer.offsets:
-        return ""
+        return "", ""
     if [list(pair) for pair in offsets] != [list(pair) for pair in answer.offsets]:
-        return f"{shown} has other offsets of its tokens than with {name} of transformers"
-    return ""
+        return "", f"{shown} has other offsets of its tokens than with {name} of transformers"
+    return "", ""
 
 
 def _first(ids: Sequence[int]) -> str:

@@ -80,6 +80,12 @@ STOPPED = {
         "spec.loader.exec_module(importlib.util.module_from_spec(spec))",
         r"to run .*e\.(cpython.*)?py",
     ),
+    "name in brackets": (
+        "(out / '<e>.py').write_text('1'); os.chdir(out);"
+        "spec = importlib.util.spec_from_file_location('e', '<e>.py');"
+        "spec.loader.exec_module(importlib.util.module_from_spec(spec))",
+        r"to run .*<e>\.(cpython.*)?py",
+    ),
     "library": ("ctypes.CDLL(str(model / 'evil.so'))", "to run .*evil.so"),
     "process": ("subprocess.run(['id'])", "to start a process"),
     "shell": ("os.system('id')", "to start a process"),
@@ -168,6 +174,9 @@ HARMLESS = {
     "temporary files": "d = tempfile.TemporaryDirectory(); Path(d.name, 'x').touch(); d.cleanup()",
     "packages": "import xml.dom.minidom, numpy.ma",
     "generated code": "exec(compile('1 + 1', '<string>', 'exec'))",
+    "code of torch.fx": (
+        "os.chdir(model); exec(compile('1', '<eval_with_key>.0 from /lib/caller.py:7', 'exec'))"
+    ),
     "null": "open(os.devnull, 'w').close()",
     "facts about the machine": "open('/proc/cpuinfo').read()",
     "name tuples": "import collections; collections.namedtuple('A', 'b')",

@@ -65,6 +65,34 @@ REFUSED = {
         {"config.json": {"model_type": "clip", "attn_implementation": {"vision": "org/k"}}},
         "attn_implementation is 'org/k'",
     ),
+    "experts": (
+        {"config.json": {"model_type": "bert", "_experts_implementation": "org/k"}},
+        "_experts_implementation is 'org/k'",
+    ),
+    "kernels": (
+        {"config.json": {"model_type": "clip", "text_config": {"use_kernels": True}}},
+        "text_config.use_kernels is True",
+    ),
+    "mapping of kernels": (
+        {"config.json": {"model_type": "bert", "kernel_config": {"RMSNorm": "org/k:RMSNorm"}}},
+        "kernel_config is .*must not name code of the Hub",
+    ),
+    "template up": (
+        {"tokenizer_config.json": {"chat_template": [{"name": "../../x", "template": ""}]}},
+        r"chat_template has the name '\.\./\.\./x'",
+    ),
+    "template elsewhere": (
+        {"processor_config.json": {"chat_template": {"default": "", "/etc/x": ""}}},
+        "chat_template has the name '/etc/x'",
+    ),
+    "template of Windows": (
+        {"chat_template.json": {"chat_template": {"..\\x": ""}}},
+        "chat_template has the name",
+    ),
+    "code of a part of a processor": (
+        {"processor_config.json": {"image_processor": NESTED}},
+        "processor_config.json: image_processor.auto_map",
+    ),
     "nested path": (
         {"config.json": {"model_type": "lightglue", "detector": {"_name_or_path": "/srv/evil"}}},
         "detector._name_or_path is '/srv/evil', which leads out",
@@ -143,6 +171,17 @@ HARMLESS = {
     "attention": {"config.json": {"model_type": "bert", "_attn_implementation": "sdpa"}},
     "attentions": {
         "config.json": {"model_type": "clip", "_attn_implementation": {"": "eager", "text": None}}
+    },
+    "attention of transformers 5": {
+        "config.json": {"model_type": "bert", "_attn_implementation": "flash_attention_4"}
+    },
+    "experts": {"config.json": {"model_type": "bert", "_experts_implementation": "batched_mm"}},
+    "no kernels": {"config.json": {"model_type": "bert", "use_kernels": False}},
+    "templates": {
+        "tokenizer_config.json": {
+            "chat_template": [{"name": "tool_use", "template": "{{ 1 }}"}, {"name": "rag-v1.0"}]
+        },
+        "chat_template.json": {"chat_template": "{{ messages }}"},
     },
     "where it was saved": {"config.json": {"model_type": "bert", "_name_or_path": "/home/x/ckpt"}},
     "a part's id": {"config.json": {"model_type": "clip", "text": {"_name_or_path": "org/bert"}}},
