@@ -621,7 +621,7 @@ def test_build_without_a_gpu_says_which_capabilities_there_are(cli, engine_words
 # A run
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_run_in_a_pipe_is_aligned_lines_without_escapes(tiny, home):
     words = ("run", "--model", tiny, "--task", "text-classification", "--quiet")
     found = in_pipe(*words, FORCE_COLOR="1")

@@ -60,7 +60,7 @@ def embedder(minilm, home):
         ("int8", "gemm int8", 6),
     ],
 )
-@pytest.mark.more
+@pytest.mark.slow
 def test_minilm_with_two_profiles_for_three_generations(embedder, precision, product, attentions):
     source = embedder(precision)
     made = build_engine(

@@ -149,7 +149,7 @@ def test_one_of_several_texts_is_chosen_in_each_row(exported_type):
     assert any(case.name == "questions 13–16" for case in report.cases)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_a_model_without_head_has_a_cache(exported_type):
     artifact = exported_type("gpt2", "feature-extraction-with-past")
     assert dims(artifact)["present.0.key"] == ("batch", 2, "sequence", 16)
@@ -171,7 +171,7 @@ def test_outputs_without_a_name_are_dropped(exported_type):
     assert validate_model(artifact, effort="quick").passed
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_a_classifier_of_an_encoder_decoder_reads_the_end(exported_type):
     report = validate_model(exported_type("bart", "text-classification"), effort="quick")
     assert report.passed, report.summary
@@ -183,7 +183,7 @@ def vocoder(tmp_path_factory):
     return save_companions("speecht5", folder)["vocoder"]
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_speecht5_is_exported_with_its_vocoder(sources, vocoder, home):
     source = str(sources("speecht5", "text-to-audio"))
     artifact = export_model(source, task="text-to-audio", model_kwargs={"vocoder": vocoder})

@@ -428,7 +428,7 @@ def test_graph_pools_as_the_modules_say(embedder, tmp_path, mode, external):
     assert "sentence_embedding: float32 (batch, 32)" in card
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_validation_compares_the_pooling_of_the_graph(tiny_model, home, tmp_path):
     source = shutil.copytree(tiny_model("bert", "feature-extraction"), tmp_path / "source")
     kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}

@@ -283,7 +283,7 @@ def test_ranges_for_another_target_are_refused(tiny, quantized, tmp_path):
         quantized(source, None, out=tmp_path / "no", target="cpu", ranges=str(tensorrt.path))
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_a_first_convolution_of_few_products_stays_in_fp32(tiny, quantized):
     made = quantized(
         tiny("wav2vec2", "audio-classification"), None, target="cpu", allow_random=True

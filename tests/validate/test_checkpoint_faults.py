@@ -66,7 +66,7 @@ def test_quantized_weights_without_their_scales_are_other_weights(planted, name)
         load_pytorch(path, "text-classification")
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_adapter_that_is_left_out_changes_answers(planted, home):
     def merged(tensors):
         name = f"{QUERY}.weight"
@@ -80,7 +80,7 @@ def test_adapter_that_is_left_out_changes_answers(planted, home):
     assert validate_model(export_model(str(truth))).passed
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lora of peft", pytest.param("layer", marks=pytest.mark.slow)])
 def test_artifact_of_a_checkpoint_with_more_tensors_fails(planted, home, name):
     """As an artifact does that was exported before such tensors were looked at."""

@@ -206,7 +206,7 @@ def test_sizes_at_which_the_graph_begins_to_do_something_else_run(exported, copi
     assert str(limit) in report.summary
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_model_that_reads_padding_in_pytorch_passes_with_a_note(exported, copied):
     """ConvBERT convolves over padded positions."""
     report = validate_model(copied(exported("convbert", "feature-extraction")))
@@ -231,7 +231,7 @@ def test_quantized_batch_is_judged_by_its_rows_alone(exported, tmp_path):
     assert "for rows alone" in report.summary
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["electra", pytest.param("mpnet", marks=pytest.mark.slow)])
 def test_dynamic_int8_of_a_classifier_passes(exported, tmp_path, kind):
     """Its scales depend on the batch, and the cosine of a few logits differs between rows."""

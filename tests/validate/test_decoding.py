@@ -146,7 +146,7 @@ def test_wrong_cache_shows_in_the_tokens_after_it(verdict, kind, fault):
     assert not any("the prompt" in name for name in failed)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "fault", "shown_by_sweep"),
     [
@@ -194,7 +194,7 @@ def test_prompt_runs_with_an_empty_past(verdict):
     assert not failed_sweep(report)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "layout", "fault", "graph"),
     [

@@ -185,7 +185,7 @@ def test_fault_of_an_encoder_decoder_shows_in_late_steps(broken):
     assert failed_steps(report) == [f"3 sentences with PyTorch's tokens, token {STEPS - 1}"]
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_wrong_tokens_name_input_step_and_margin(broken):
     report = broken("gpt2", faults.oldest_position_forgotten)
     assert re.search(r"worst: \w.* on (generation|sweep|decoding) '.*largest error", report.summary)
@@ -204,7 +204,7 @@ def test_wrong_tokens_name_input_step_and_margin(broken):
     assert any("its tokens differ from PyTorch's" in problem for problem in beams)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_texts_may_part_within_the_allowed_error(broken):
     """A limit that allows the fault's errors allows its partings, and the report counts them."""
     fault = faults.oldest_position_forgotten

@@ -205,7 +205,7 @@ def test_models_without_a_hard_limit_take_longer_profiles(exported, copied, tmp_
     assert validate_model(audio, profile=("batch=1,sequence=8000",), data=str(sounds)).passed
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_profile_applies_to_the_graphs_it_fits(exported, copied):
     artifact = copied(exported("t5", "text2text-generation-with-past"))
     profile = "batch=1:2:2,encoder_sequence=4"

@@ -327,7 +327,7 @@ def test_every_graph_of_a_model_is_compared(exported):
     assert (found.differences, found.untraced, found.unused) == ([], [], [])
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_exporter_of_torch(exported):
     found = compare(exported("bert", "text-classification", exporter="dynamo"))
     assert found.differences == []

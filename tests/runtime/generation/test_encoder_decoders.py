@@ -103,7 +103,7 @@ def test_graphs_of_optimum_open_in_its_class(tiny_model, home):
     assert model.generate(**inputs, max_new_tokens=8)[0][1:].tolist() == tokens[0]
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_validation_compares_both_graphs_and_decodes(tiny_model, home):
     from enginery import validate_model
 

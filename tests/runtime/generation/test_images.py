@@ -99,7 +99,7 @@ def test_tokens_are_those_of_transformers(reader, home, kind):
         assert "".join(model.stream(IMAGES[0])) == model.generate(IMAGES[:1])[0].text
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SOME)
 def test_validation_runs_all_graphs(reader, home, kind):
     _, artifact = reader(kind)

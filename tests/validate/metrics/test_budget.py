@@ -243,7 +243,7 @@ def test_worst_row_and_neighbours_count_like_the_mean(with_options):
     assert limits.neighbours == pytest.approx(0.75)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_user_limits_take_precedence_over_the_budget(made, copied):
     artifact = copied(made(*DISTILBERT))
     strict = validate_model(artifact, min_cosine=0.9999)
@@ -318,7 +318,7 @@ def test_artifact_that_is_not_quantized_has_no_budget(exported):
         accuracy_expectation(exported("bert", "text-classification"), own_data=False)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_changed_argmax_of_a_quantized_graph_does_not_fail(made, copied):
     report = validate_model(copied(made(*GPT2)))
     agreements = [o.argmax_agreement for case in report.cases for o in case.outputs]
