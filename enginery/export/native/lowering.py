@@ -28,6 +28,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
+from transformers import masking_utils
 
 from enginery.core.errors import ExportError
 from enginery.core.shapes import dim_terms, resolve_dim
@@ -49,6 +50,8 @@ _TINY = 1e-6
 """Smallest standard deviation that differences are compared with."""
 _FULL, _HALF = 1e-3, 5e-2
 """Allowed difference in standard deviations, of FP32 and of FP16."""
+_SKIP_OF_MASKS = "_ignore_bidirectional_mask_sdpa"
+"""The function of transformers that tells whether a mask is needed."""
 _SYMBOL = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -118,7 +121,7 @@ def lower(
     failures: list[str] = []
     smaller = _smaller_feeds(signature.feeds, signature.dims)
     expected = _run_module(module, smaller, signature.outputs)
-    with _exportable_experts(module), _symbolic_len(module):
+    with _exportable_experts(module), _symbolic_len(module), _only_real_masks():
         for route in routes or available_routes():
             for kind in _kinds(signature.dims):
                 try:
@@ -312,6 +315,29 @@ def _symbolic_len(module: torch.nn.Module) -> Iterator[None]:
     finally:
         for code in shadowed:
             del code.len
+
+
+@contextmanager
+def _only_real_masks() -> Iterator[None]:
+    """Let models whose inputs have no mask attend to everything without one.
+
+    As it is exported, transformers makes one of ones, (batch, 1, positions, positions), which
+    each attention adds: the fused operators are slower with it, and TensorRT has to compute it.
+    """
+    original = getattr(masking_utils, _SKIP_OF_MASKS, None)
+    if original is None:  # transformers 4 asks elsewhere
+        yield
+        return
+
+    def skips(padding_mask: Any, kv_length: Any, local_attention_size: Any = None) -> bool:
+        nothing_masked = padding_mask is None and local_attention_size is None
+        return nothing_masked or original(padding_mask, kv_length, local_attention_size)
+
+    setattr(masking_utils, _SKIP_OF_MASKS, skips)
+    try:
+        yield
+    finally:
+        setattr(masking_utils, _SKIP_OF_MASKS, original)
 
 
 @contextmanager
