@@ -26,6 +26,7 @@ from enginery.export.native.encoder_decoders import export_encoder_decoder
 from enginery.export.native.inputs import ModelInputs, describe_inputs, with_image_size
 from enginery.export.native.known_gaps import require_supported
 from enginery.export.native.lowering import Route, Signature, available_routes, lower
+from enginery.export.native.segmenters import export_segmenter
 from enginery.export.native.tasks import choose_outputs, choose_task
 from enginery.export.positions import find_length_limit
 from enginery.export.sentence_modules import write_module_weights
@@ -35,6 +36,7 @@ from enginery.export.vocabulary import check_vocabulary, embedding_rows, require
 from enginery.runtime.pytorch.answers import first_line
 from enginery.runtime.pytorch.config import load_config
 from enginery.runtime.pytorch.runner import TorchOptions, load_pytorch
+from enginery.runtime.pytorch.segmenter import is_segmenter
 
 _GRAPH = "model.onnx"
 _ROUTES: dict[str, tuple[Route, ...]] = {"transformers": ("transformers",), "dynamo": ("dynamo",)}
@@ -134,6 +136,8 @@ def _lower(
     if has_soft_cap(model.config):
         model.set_attn_implementation("eager")  # the others leave the soft cap out
     report_phase(f"tracing {model.config.model_type} for {task}")
+    if is_segmenter(model):
+        return _lower_at(model, task, inputs.with_fixed_images(), out, config)
     if not inputs.takes_images:
         return _lower_at(model, task, inputs, out, config)
     try:
@@ -157,6 +161,8 @@ def _lower_at(
     opset, routes = int(config.opset), _ROUTES.get(config.exporter, available_routes())
     if inputs.takes_images:
         routes = routes[:1]  # every attempt takes time, and images of one size are the rule
+    if is_segmenter(model):
+        return export_segmenter(model, inputs, out, opset=opset, routes=routes)
     if task.endswith("-with-past"):
         if model.config.is_encoder_decoder:
             return export_encoder_decoder(model, inputs, out, opset=opset, routes=routes)
