@@ -140,14 +140,25 @@ def _lower(
         return _lower_at(model, task, inputs.with_fixed_images(), out, config)
     if not inputs.takes_images:
         return _lower_at(model, task, inputs, out, config)
+    if window := window_size(model.config):
+        reason = f"PyTorch does not trace windows of {window} patches over a grid of any size"
+        return _lower_fixed(model, task, inputs, out, config, reason)
     try:
         return _lower_at(model, task, inputs.with_larger_images(), out, config)
     except ExportError as error:
-        first, *others = _lower_at(model, task, inputs.with_fixed_images(), out, config)
-        size = f"{inputs.sizes['height']} × {inputs.sizes['width']}"
-        note = f"height and width are fixed at {size}, because with others {error.message}"
-        lowered = replace(first.lowered, notes=(*first.lowered.notes, note))
-        return [replace(first, lowered=lowered), *others]
+        reason = f"with others {error.message}"
+        return _lower_fixed(model, task, inputs, out, config, reason)
+
+
+def _lower_fixed(
+    model: Any, task: str, inputs: ModelInputs, out: Path, config: ExportConfig, reason: str
+) -> list[TracedGraph]:
+    """Write the graphs for images of the model's own size, with a note that says why."""
+    first, *others = _lower_at(model, task, inputs.with_fixed_images(), out, config)
+    size = f"{inputs.sizes['height']} × {inputs.sizes['width']}"
+    note = f"height and width are fixed at {size}, because {reason}"
+    lowered = replace(first.lowered, notes=(*first.lowered.notes, note))
+    return [replace(first, lowered=lowered), *others]
 
 
 def _lower_at(
@@ -201,6 +212,16 @@ def write_generation_config(model: Any, out: Path) -> None:
     if options is not None:
         document = json.loads(options.to_json_string(use_diff=True))
         (out / "generation_config.json").write_bytes(json_bytes(document))
+
+
+def window_size(config: Any) -> int:
+    """Return the edge of the windows in which a vision transformer attends; 0 without windows.
+
+    The windows of an image of any size are padded to a multiple, and shifted, by sizes that
+    `torch.export` takes minutes to reason about.
+    """
+    parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+    return next((part.window_size for part in parts if getattr(part, "window_size", 0)), 0)
 
 
 def has_soft_cap(config: Any) -> bool:

@@ -6,12 +6,7 @@ from collections.abc import Mapping
 
 from enginery.core.errors import ExportError
 
-_PATCHES = "its images are patches of any number with their shapes, which no processor here makes"
-_BY_TYPE: Mapping[str, str] = {
-    "clap": "inputs of texts and sounds together are not described yet",
-    "siglip2": _PATCHES,
-    "siglip2_vision_model": _PATCHES,
-}
+_BY_TYPE: Mapping[str, str] = {}
 _BY_TASK: Mapping[str, str] = {
     "image-text-to-text": "a model of images and texts has to be exported in parts",
     "text-to-audio": "a model that speaks has to be exported in parts",
