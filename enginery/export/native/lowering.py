@@ -121,7 +121,7 @@ def lower(
     failures: list[str] = []
     smaller = _smaller_feeds(signature.feeds, signature.dims)
     expected = _run_module(module, smaller, signature.outputs)
-    with _exportable_experts(module), _symbolic_len(module), _only_real_masks():
+    with _exportable_experts(module), _symbolic_sizes(module), _only_real_masks():
         for route in routes or available_routes():
             for kind in _kinds(signature.dims):
                 try:
@@ -295,26 +295,48 @@ def _exportable_experts(module: torch.nn.Module) -> Iterator[None]:
             model.set_experts_implementation(implementation)
 
 
+class _IntegerType(type):
+    """Lets the builtin integers be instances of `_Integer`."""
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, int)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, int)
+
+
+class _Integer(int, metaclass=_IntegerType):
+    """The builtin `int`, which leaves a dim as it is."""
+
+    def __new__(cls, *arguments: Any, **keywords: Any) -> Any:
+        if arguments and isinstance(arguments[0], torch.SymInt):
+            return arguments[0]
+        return int(*arguments, **keywords)
+
+
+def _length(value: Any) -> Any:
+    """Return what `len` does; of a tensor a dim, as `tensor.shape[0]` is."""
+    return value.shape[0] if isinstance(value, torch.Tensor) else len(value)
+
+
 @contextmanager
-def _symbolic_len(module: torch.nn.Module) -> Iterator[None]:
-    """Let `len(tensor)` in the code of models be a dim, as `tensor.shape[0]` is.
+def _symbolic_sizes(module: torch.nn.Module) -> Iterator[None]:
+    """Let `len(tensor)` and `int(height)` in the code of models be dims.
 
-    Python's own function returns an integer, which fixes the batch of RT-DETR and others.
+    Python's own functions return integers, which fixes the batch of RT-DETR and the size of Depth
+    Anything's result.
     """
-
-    def length(value: Any) -> Any:
-        return value.shape[0] if isinstance(value, torch.Tensor) else len(value)
-
     names = {type(part).__module__ for part in module.modules()}
     own = [sys.modules[n] for n in names if n in sys.modules and not n.startswith("torch.")]
-    shadowed = [code for code in own if "len" not in vars(code)]
-    for code in shadowed:
-        code.len = length  # type: ignore[attr-defined]  # found before the builtin one
+    replaced = {"len": _length, "int": _Integer}
+    shadowed = [(code, name) for code in own for name in replaced if name not in vars(code)]
+    for code, name in shadowed:
+        setattr(code, name, replaced[name])  # found before the builtin one
     try:
         yield
     finally:
-        for code in shadowed:
-            del code.len
+        for code, name in shadowed:
+            delattr(code, name)
 
 
 @contextmanager
