@@ -29,6 +29,7 @@ import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
 from transformers import masking_utils
+from transformers.utils import torch_int
 
 from enginery.core.errors import ExportError
 from enginery.core.shapes import dim_terms, resolve_dim
@@ -324,9 +325,9 @@ def _symbolic_sizes(module: torch.nn.Module) -> Iterator[None]:
     """Let `len(tensor)` and `int(height)` in the code of models be dims.
 
     Python's own functions return integers, which fixes the batch of RT-DETR and the size of Depth
-    Anything's result.
+    Anything's result. So does `torch_int` of transformers, unless TorchScript traces.
     """
-    names = {type(part).__module__ for part in module.modules()}
+    names = {torch_int.__module__, *(type(part).__module__ for part in module.modules())}
     own = [sys.modules[n] for n in names if n in sys.modules and not n.startswith("torch.")]
     replaced = {"len": _length, "int": _Integer}
     shadowed = [(code, name) for code in own for name in replaced if name not in vars(code)]
