@@ -115,6 +115,7 @@ def export_with_transformers(
         library="transformers",
         traced={graph.file: graph.traced for graph in graphs},
         config=described,
+        from_registry=is_segmenter(model),
         length_limit=length_limit,
         notes=[
             f"task {task}",

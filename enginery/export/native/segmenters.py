@@ -91,9 +91,7 @@ def _output_specs(run: Run, model: Any, inputs: ModelInputs) -> tuple[TensorSpec
         TensorSpec(
             name,
             str(tensor.dtype).removeprefix("torch."),
-            ("batch", _OBJECTS, *tensor.shape[2:])
-            if has_prompts
-            else ("batch", *tensor.shape[1:]),
+            ("batch", _OBJECTS, *tensor.shape[2:]) if has_prompts else ("batch", *tensor.shape[1:]),
         )
         for name, tensor in outputs.items()
     )
