@@ -20,6 +20,8 @@ from enginery.passes.ir.op_types import FLOAT
 _HEADS_FIRST = (0, 2, 1, 3)
 _SWAPPED = (0, 2, 1)
 _COMBINING = frozenset({"Add", "Mul", "Div", "Where"})
+_Factors = tuple[ir.Value, ir.Value, ir.Value]
+"""Queries, keys, (rows, head_dim, positions), and values."""
 _STEPS = _COMBINING | {"Cast", "Identity"}
 
 
@@ -37,43 +39,46 @@ def add_head_dims(model: ir.Model, build: Builder) -> None:
             continue
         path = path_to_product(softmax.inputs[0])
         context, _ = product_after(softmax)
-        if path is None or context is None or not _can_have_heads(path, context):
+        if path is None or context is None or not _are_steps(path[1:]):
             continue
-        _add_head_dim(build, [*path, softmax], context)
+        factors = _factors(path[0], context)
+        if factors is not None:
+            _add_head_dim(build, [*path, softmax], context, factors)
 
 
 def _rank(value: ir.Value | None) -> int | None:
     return None if value is None or value.shape is None else len(value.shape)
 
 
-def _can_have_heads(path: list[ir.Node], context: ir.Node) -> bool:
-    """Return True if all values are of rank 3, and what is added has no more."""
-    products = (*path[0].inputs, *context.inputs, context.outputs[0])
-    fixed = [x for x in products if _rank(x) == 3 and x is not None and x.dtype == FLOAT]
-    if len(fixed) < len(products) or any(node.op_type not in _STEPS for node in path[1:]):
-        return False
-    widths = [value.shape[axis] for value, axis in _widths(path[0], context) if value.shape]
-    if len(widths) < 3 or not all(isinstance(width, int) for width in widths):
-        return False
-    return all(
-        (_rank(value) or 0) <= 3 and _rank(value) is not None
-        for node in path[1:]
-        for value in node.inputs
-    )
+def _are_steps(nodes: list[ir.Node]) -> bool:
+    """Return True if nodes only combine the scores with what has no more dims."""
+    inputs = [value for node in nodes for value in node.inputs]
+    known = all((rank := _rank(value)) is not None and rank <= 3 for value in inputs)
+    return known and all(node.op_type in _STEPS for node in nodes)
 
 
-def _widths(scores: ir.Node, context: ir.Node) -> list[tuple[ir.Value, int]]:
-    """Return queries, keys and values, and the axis of each that has the numbers of a head."""
+def _factors(scores: ir.Node, context: ir.Node) -> _Factors | None:
+    """Return queries, keys and values; None if one has other dims, or no fixed width.
+
+    A result that is an output of the graph would need another name.
+    """
     query, keys, values = scores.inputs[0], scores.inputs[1], context.inputs[1]
-    pairs = ((query, 2), (keys, 1), (values, 2))
-    return [(value, axis) for value, axis in pairs if value is not None]
+    if query is None or keys is None or values is None or context.outputs[0].is_graph_output():
+        return None
+    for value, axis in ((query, 2), (keys, 1), (values, 2)):
+        shape = value.shape
+        if shape is None or len(shape) != 3 or value.dtype != FLOAT:
+            return None
+        if not isinstance(shape[axis], int):
+            return None
+    return query, keys, values
 
 
-def _add_head_dim(build: Builder, steps: list[ir.Node], context: ir.Node) -> None:
+def _add_head_dim(
+    build: Builder, steps: list[ir.Node], context: ir.Node, factors: _Factors
+) -> None:
     scores = steps[0]
-    query, keys = scores.inputs
-    values = context.inputs[1]
-    assert query is not None and keys is not None and values is not None  # noqa: S101  checked
+    query, keys, values = factors
     scores.replace_input_with(0, _with_head(build, query))
     by_head = _with_head(build, _swapped(build, keys))
     scores.replace_input_with(1, _transposed(build, by_head, (0, 1, 3, 2)))
@@ -98,23 +103,20 @@ def _add_head_dim(build: Builder, steps: list[ir.Node], context: ir.Node) -> Non
             _insert_head(node.outputs[0])
         value = next(node for node in following if node.op_type != "IsNaN").outputs[0]
     result = context.outputs[0]
-    shape = list(result.shape or ())
+    rows, positions, _ = query.shape or ir.Shape([None, None, None])
+    width = values.shape[2] if values.shape else -1
     readers = list(result.uses())
     _insert_head(result)
     by_position = _transposed(build, result, _HEADS_FIRST)
-    merged = build("Reshape", by_position, build.ints(0, 0, int(shape[2])))
-    merged.type, merged.shape = result.type, ir.Shape(shape)
+    merged = build("Reshape", by_position, build.ints(0, 0, int(width)))
+    merged.type, merged.shape = result.type, ir.Shape([rows, positions, width])
     for use in readers:
         use.node.replace_input_with(use.idx, merged)
-    if result.is_graph_output():
-        result.replace_all_uses_with(merged, replace_graph_outputs=True)
-        by_position.producer().replace_input_with(0, result)  # type: ignore[union-attr]
 
 
 def _with_head(build: Builder, value: ir.Value) -> ir.Value:
     """Return (rows, positions, width) as (rows, 1, positions, width)."""
-    assert value.shape is not None  # noqa: S101  checked before
-    rows, positions, width = value.shape
+    rows, positions, width = value.shape or ir.Shape([None, None, None])
     split = build("Reshape", value, build.ints(0, 0, 1, int(width)))
     split.type, split.shape = value.type, ir.Shape([rows, positions, 1, width])
     return _transposed(build, split, _HEADS_FIRST)
