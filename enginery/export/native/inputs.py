@@ -29,8 +29,6 @@ _IMAGE_SIZES = ("height", "width")
 _TOWERS = ("feature-extraction", "zero-shot-image-classification", "zero-shot-object-detection")
 """Tasks whose model compares texts with images or sounds, as many of each as one likes."""
 _FRAMES = "frames"
-_FRAME_MASKS = ("ParakeetFeatureExtractor",)
-"""Processors of sounds that make a mask of the frames whatever their file says."""
 _CLAP_PROCESSOR: Mapping[str, int] = {
     "max_length_s": 10,
     "sampling_rate": 48_000,
@@ -231,19 +229,13 @@ def _chosen_inputs(
     # The tokenizer of SigLIP makes no mask: padding is attended to.
     if "siglip" in settings.model_type and "attention_mask" in names:
         names.remove("attention_mask")
-    # Of the models that accept a mask of frames, only some were trained with one.
-    if main == "input_features" and not _gives_frame_mask(model, processor):
+    # Processors of spectrograms make a mask of the frames, unless they pad to a fixed length.
+    is_masked = processor.get("return_attention_mask", True)
+    if main == "input_features" and (model.config.is_encoder_decoder or not is_masked):
         names = [main]
     if task == "text-generation" and "position_ids" in accepted:
         names.append("position_ids")
     return names
-
-
-def _gives_frame_mask(model: Any, processor: Mapping[str, Any]) -> bool:
-    """Return True for an encoder whose processor makes a mask of the frames."""
-    always = processor.get("feature_extractor_type") in _FRAME_MASKS
-    given = always or bool(processor.get("return_attention_mask"))
-    return given and not model.config.is_encoder_decoder
 
 
 def _accepted(model: Any) -> set[str]:

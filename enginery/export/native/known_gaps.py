@@ -1,4 +1,4 @@
-"""Model types that PyTorch's exporters cannot lower yet, each with the reason."""
+"""Tasks whose models PyTorch's exporters cannot lower yet, each with the reason."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from enginery.core.errors import ExportError
 
-_BY_TYPE: Mapping[str, str] = {}
 _BY_TASK: Mapping[str, str] = {
     "image-text-to-text": "a model of images and texts has to be exported in parts",
     "text-to-audio": "a model that speaks has to be exported in parts",
@@ -14,14 +13,12 @@ _BY_TASK: Mapping[str, str] = {
 
 
 def require_supported(model_type: str, task: str) -> None:
-    """Raise ExportError for a model type or a task that cannot be exported yet.
+    """Raise ExportError for a task that cannot be exported yet.
 
     Args:
         model_type: the model's type.
         task: its task.
     """
-    if reason := _BY_TYPE.get(model_type):
-        raise ExportError(f"{model_type} cannot be exported without Optimum: {reason}.")
     if reason := _BY_TASK.get(task):
         raise ExportError(
             f"{model_type} cannot be exported for {task} without Optimum: {reason}.",

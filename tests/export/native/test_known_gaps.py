@@ -6,11 +6,6 @@ from enginery.core.errors import ExportError
 from enginery.export.native.known_gaps import require_supported
 
 
-def test_type_that_cannot_be_exported_is_refused_with_the_reason():
-    with pytest.raises(ExportError, match="siglip2 cannot be exported without Optimum: its images"):
-        require_supported("siglip2", "zero-shot-image-classification")
-
-
 def test_task_of_several_parts_is_refused_with_a_remedy():
     with pytest.raises(ExportError, match=r"text-to-audio.*in parts.*enginery\[export\]"):
         require_supported("speecht5", "text-to-audio")
