@@ -100,7 +100,7 @@ def model_types(family: Family = "") -> dict[str, dict[str, Any]]:
     """Return the configurations of a family, by default this environment's, by type.
 
     Each has `class`, `config` and `task`, and may have a `preprocessor` and, for transformers 5,
-    other `tasks`.
+    other `tasks` and settings of its `tokenizer`.
     """
     registry: dict[str, dict[str, Any]] = json.loads(CONFIGS.read_text())
     if (family or transformers_family()) != TRANSFORMERS5:
@@ -470,7 +470,7 @@ def save_model(kind: str, task: str, directory: Path) -> Path:
         (directory / "preprocessor_config.json").write_text(text)
     vocabulary = _vocabulary_size(config)
     if vocabulary:
-        _save_tokenizer(directory, vocabulary)
+        _save_tokenizer(directory, vocabulary, known.get("tokenizer", {}))
     return directory
 
 
@@ -499,14 +499,22 @@ def _vocabulary_size(config: Any) -> int:
     return next((size for size in sizes if isinstance(size, int)), 0)
 
 
-def _save_tokenizer(directory: Path, size: int) -> None:
-    """Write a WordPiece tokenizer of letters with at most `size` tokens."""
+def _save_tokenizer(directory: Path, size: int, settings: dict[str, Any]) -> None:
+    """Write a WordPiece tokenizer of letters with at most `size` tokens.
+
+    Args:
+        directory: the model's directory.
+        size: the size of the vocabulary.
+        settings: those of tokenizer_config.json that the class of the type would set otherwise.
+    """
     import transformers
 
     words = [*_SPECIALS, *_LETTERS, *(f"##{letter}" for letter in _LETTERS)][:size]
     file = directory / "vocab.txt"
     file.write_text("\n".join(words))
     transformers.BertTokenizerFast(str(file)).save_pretrained(directory)
+    config = directory / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | settings))
 
 
 if __name__ == "__main__":

@@ -189,7 +189,9 @@ def test_frames_have_a_mask(tmp_path):
         },
     )
     model = transformers.ParakeetForCTC(config)
-    dims = {s.name: s.dims for s in inputs_of(model, "automatic-speech-recognition", tmp_path).specs}
+    dims = {
+        s.name: s.dims for s in inputs_of(model, "automatic-speech-recognition", tmp_path).specs
+    }
     assert dims == {
         "input_features": ("batch", "frames", 16),
         "attention_mask": ("batch", "frames"),

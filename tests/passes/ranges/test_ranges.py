@@ -234,7 +234,8 @@ def test_image_that_is_resized_to_a_part_of_its_shape(group_bytes, tmp_path):
         """g (float[b, 3, h, w] x) => (float[b, 3, h, w] y) {
           small = AveragePool <kernel_shape = [2, 2], strides = [2, 2]> (x)  shape = Shape (x)
           leading = Slice (shape, start, middle)  edges = Slice (shape, middle, end)
-          sizes = Concat <axis = 0> (leading, edges)  z = Resize (small, , , sizes)  y = Neg (z) }""",
+          sizes = Concat <axis = 0> (leading, edges)
+          z = Resize (small, , , sizes)  y = Neg (z) }""",
         start=np.array([0]),
         middle=np.array([2]),
         end=np.array([4]),
