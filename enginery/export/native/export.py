@@ -134,8 +134,10 @@ def _lower(
 ) -> list[TracedGraph]:
     """Write the graphs, with images of any size if the model takes them."""
     model.config.use_cache = task.endswith("-with-past")
-    if has_soft_cap(model.config):
-        model.set_attn_implementation("eager")  # the others leave the soft cap out
+    # The others leave the soft cap out, and give padded frames another value than PyTorch's own,
+    # which subsampled outputs have beside the real ones.
+    if has_soft_cap(model.config) or inputs.masks_frames:
+        model.set_attn_implementation("eager")
     report_phase(f"tracing {model.config.model_type} for {task}")
     if is_segmenter(model):
         return _lower_at(model, task, inputs.with_fixed_images(), out, config)

@@ -61,6 +61,11 @@ class ModelInputs:
         """True if an input has a dynamic height and width."""
         return set(_IMAGE_SIZES) <= set(self.sizes)
 
+    @property
+    def masks_frames(self) -> bool:
+        """True if a mask says which frames of a spectrogram are padding."""
+        return any(spec.name == "attention_mask" and _FRAMES in spec.dims for spec in self.specs)
+
     def dims(self) -> dict[str, dict[int, str]]:
         """Return the names of the dynamic axes by input."""
         return {
