@@ -6,6 +6,11 @@ from enginery.core.errors import ExportError
 from enginery.export.native.known_gaps import require_supported
 
 
+def test_type_that_cannot_be_exported_is_refused_with_the_reason():
+    with pytest.raises(ExportError, match=r"moonshine.*without Optimum: its encoder shortens"):
+        require_supported("moonshine", "automatic-speech-recognition-with-past")
+
+
 def test_task_of_several_parts_is_refused_with_a_remedy():
     with pytest.raises(ExportError, match=r"text-to-audio.*in parts.*enginery\[export\]"):
         require_supported("speecht5", "text-to-audio")
