@@ -1,4 +1,4 @@
-"""Run every model type that Optimum exports through the stages, one tiny model each.
+"""Run the model types that this environment exports through the stages, one tiny model each.
 
     python -m benchmarks.model_types --work DIR                 # the main task of each type
     python -m benchmarks.model_types --work DIR --tasks all     # every task
@@ -7,9 +7,12 @@
     python -m benchmarks.model_types --work DIR --table docs/support-models.md
     python -m benchmarks.model_types --work DIR --check docs/support-models.md
 
-The models are made from the configurations in `tests/model_types.json`, with random weights. Each
-runs in a process of its own, and its result is a line of `DIR/results.jsonl`, so that a run that
-was interrupted goes on; `--again` forgets the results of these types.
+With Optimum, these are the types of its registry, in `tests/model_types.json`. With transformers 5,
+they are those of `tests/model_types_transformers5.json`, whose entries have the type's tasks, and a
+configuration unless the first file has it. The models have random weights. Each runs in a process
+of its own, and its result is a line of `DIR/results.jsonl`, so that a run that was interrupted goes
+on; `--again` forgets the results of these types. The page has a table for each of the two families,
+of which `--table` writes those that have results.
 """
 
 from __future__ import annotations
@@ -31,9 +34,11 @@ from pathlib import Path
 from typing import Any
 
 from enginery.core import subprocess as children
+from enginery.core.versions import OPTIMUM, TRANSFORMERS5, Family, transformers_family
 from tests.prefork import children_of, forked_children
 
 CONFIGS = Path(__file__).parent.parent / "tests" / "model_types.json"
+_CONFIGS5 = CONFIGS.with_name("model_types_transformers5.json")
 SECONDS = 900
 _LETTERS = "etaoinshrdlucmfwypvbgkjqxz0123456789.,'-"
 _SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -55,17 +60,20 @@ def main() -> None:
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
     stages = given.stages.split(",")
+    results = given.work / "results.jsonl"
     if given.table:
-        given.table.write_text(page(read_results(given.work / "results.jsonl").values()))
+        written = given.table.read_text() if given.table.exists() else ""
+        every_result = [*read_results(results, OPTIMUM).values()]
+        every_result += read_results(results, TRANSFORMERS5).values()
+        given.table.write_text(page(every_result, written))
         return
     if given.one:
         with children_of(given.socket):
             print(json.dumps(run_one(*given.one, stages, given.work)))
         return
-    known = json.loads(CONFIGS.read_text())
+    known = model_types()
     types = given.types.split(",") if given.types else list(known)
     pairs = [(kind, task) for kind in types for task in tasks_of(kind, known[kind], given.tasks)]
-    results = given.work / "results.jsonl"
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // given.jobs)))
     done = {} if given.again else read_results(results)
 
@@ -88,10 +96,26 @@ def main() -> None:
         sys.exit("worse than the page says:\n" + "\n".join(worse))
 
 
+def model_types(family: Family = "") -> dict[str, dict[str, Any]]:
+    """Return the configurations of a family, by default this environment's, by type.
+
+    Each has `class`, `config` and `task`, and may have a `preprocessor` and, for transformers 5,
+    other `tasks` and settings of its `tokenizer`.
+    """
+    registry: dict[str, dict[str, Any]] = json.loads(CONFIGS.read_text())
+    if (family or transformers_family()) != TRANSFORMERS5:
+        return registry
+    entries: dict[str, dict[str, Any]] = json.loads(_CONFIGS5.read_text())
+    return {kind: registry.get(kind, {}) | entry for kind, entry in entries.items()}
+
+
 def tasks_of(kind: str, known: dict[str, Any], which: str) -> list[str]:
-    """Return the main task of a type, all that Optimum exports, or those that are named."""
+    """Return the main task of a type, all that are exported, or those that are named."""
     if which == "main":
         return [known["task"]]
+    if transformers_family() == TRANSFORMERS5:
+        tasks = [known["task"], *known.get("tasks", ())]
+        return [task for task in tasks if which == "all" or task in which.split(",")]
     importlib.import_module("optimum.exporters.onnx.model_configs")  # registers the types
     from optimum.exporters.tasks import TasksManager
 
@@ -101,11 +125,17 @@ def tasks_of(kind: str, known: dict[str, Any], which: str) -> list[str]:
     return sorted(task for task in found if which == "all" or task in which.split(","))
 
 
-def read_results(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return the last result of each type and task."""
+def read_results(path: Path, family: Family = "") -> dict[tuple[str, str], dict[str, Any]]:
+    """Return a family's last result of each type and task, by default this environment's."""
+    family = family or transformers_family()
     lines = path.read_text().splitlines() if path.exists() else []
-    found = [json.loads(line) for line in lines]
-    return {(each["type"], each["task"]): each for each in found}
+    results = [result for result in map(json.loads, lines) if _family(result) == family]
+    return {(result["type"], result["task"]): result for result in results}
+
+
+def _family(result: dict[str, Any]) -> str:
+    """Return the family of a result; those of earlier versions have none."""
+    return str(result.get("family", OPTIMUM))
 
 
 def summarize(results: Iterable[dict[str, Any]]) -> str:
@@ -130,9 +160,9 @@ COLUMNS = {
 }
 _PAGE = """# Model types
 
-The model types of Optimum's registry, one tiny model of random weights for each type and task, made
-from the configurations in `tests/model_types.json`. `python -m benchmarks.model_types` writes this
-page, and a test that is run by hand fails if a cell gets worse.
+One tiny model of random weights for each type and task, in the two families of environments: with
+Optimum and transformers 4.57, and with transformers 5. `python -m benchmarks.model_types` writes
+this page, and a test that is run by hand fails if a cell gets worse.
 
 - **validate** compares with PyTorch, with `--effort quick`.
 - **FP16** is `optimize --target tensorrt --precision fp16` and its validation.
@@ -140,9 +170,15 @@ page, and a test that is run by hand fails if a cell gets worse.
 - **engine** is one of the FP16 graph for compute capability 8.9, built without a GPU.
 
 An empty cell was not tried: the main task of each type goes through all stages, the other tasks
-through the first two. The last column has the reason of the first cell that says no. Four types of
-the registry are missing, because transformers has no model of theirs alone: internlm2, siglip-text,
-siglip-text-with-projection and trocr.
+through the first two. The last column has the reason of the first cell that says no.
+"""
+_TITLES: dict[Family, str] = {
+    OPTIMUM: "## Optimum and transformers 4.57",
+    TRANSFORMERS5: "## Transformers 5",
+}
+_SECTION = """{title}
+
+{introduction}
 
 {counts}
 
@@ -150,14 +186,48 @@ siglip-text-with-projection and trocr.
 |-|-|{dashes}-|
 {rows}
 """
+_INTRODUCTIONS: dict[Family, str] = {
+    OPTIMUM: """\
+The model types of Optimum's registry, from the configurations in `tests/model_types.json`. Four
+types of the registry are missing, because transformers has no model of theirs alone: internlm2,
+siglip-text, siglip-text-with-projection and trocr.""",
+    TRANSFORMERS5: """\
+Types of Optimum's registry, and types that only transformers 5 has, from the configurations in
+`tests/model_types_transformers5.json`.""",
+}
 _WORDS = {"passed": "yes", "failed": "no", "refused": "no", "crashed": "crash"}
 
 
-def page(results: Iterable[dict[str, Any]]) -> str:
-    """Return the results as a page of Markdown."""
+def page(results: Iterable[dict[str, Any]], written: str = "") -> str:
+    """Return the results as a page of Markdown.
+
+    Args:
+        results: those of one family or of both.
+        written: the page so far, from which the table of a family without results is kept.
+    """
+    listed = list(results)
+    sections = _sections(written)
+    for family in _TITLES:
+        if own := [result for result in listed if _family(result) == family]:
+            sections[family] = _section(own, family)
+    return "\n".join([_PAGE, *(sections[family] for family in _TITLES if family in sections)])
+
+
+def _sections(written: str) -> dict[Family, str]:
+    """Return the parts of a page by family."""
+    found: dict[Family, str] = {}
+    for part in re.split(r"\n(?=## )", written):
+        for family, title in _TITLES.items():
+            if part.startswith(f"{title}\n"):
+                found[family] = part.rstrip("\n") + "\n"
+    return found
+
+
+def _section(results: list[dict[str, Any]], family: Family) -> str:
+    """Return the table of a family, with its title."""
     rows = []
-    for found in sorted(results, key=lambda each: (each["type"], each["task"])):
-        stages = _with_refused_fp16(found["stages"])
+    for result in sorted(results, key=lambda result: (result["type"], result["task"])):
+        stages = _with_refused_fp16(result["stages"])
         cells = [_WORDS.get(stages.get(stage, {}).get("state"), "") for stage in COLUMNS]
         broken = next(
             (
@@ -167,8 +237,10 @@ def page(results: Iterable[dict[str, Any]]) -> str:
             ),
             "",
         )
-        rows.append(" | ".join([found["type"], found["task"], *cells, broken]))
-    return _PAGE.format(
+        rows.append(" | ".join([result["type"], result["task"], *cells, broken]))
+    return _SECTION.format(
+        title=_TITLES[family],
+        introduction=_INTRODUCTIONS[family],
         counts=_counts(rows),
         columns=" | ".join(COLUMNS.values()),
         dashes="-|" * len(COLUMNS),
@@ -194,9 +266,16 @@ def _counts(rows: list[str]) -> str:
 
 
 def worse_cells(text: str, results: dict[tuple[str, str], dict[str, Any]]) -> list[str]:
-    """Return the cells of a page that say yes, of stages that do not pass any more."""
+    """Return the cells of a page that say yes, of stages that do not pass any more.
+
+    Args:
+        text: the page.
+        results: those of one family, by type and task.
+    """
+    families = {_family(result) for result in results.values()}
+    tables = [table for family, table in _sections(text).items() if family in families]
     worse = []
-    for line in text.splitlines():
+    for line in "\n".join(tables).splitlines():
         cells = [cell.strip() for cell in line.strip("| ").split("|")]
         found = results.get((cells[0], cells[1])) if len(cells) > len(COLUMNS) + 1 else None
         for stage, cell in zip(COLUMNS, cells[2:], strict=False) if found else ():
@@ -230,7 +309,12 @@ def run_apart(pair: tuple[str, str], stages: str, work: Path, socket: Path) -> d
 
 def _broken(pair: tuple[str, str], why: str) -> dict[str, Any]:
     state = {"state": "crashed", "why": why}
-    return {"type": pair[0], "task": pair[1], "stages": {"export": state}}
+    return _result(*pair, {"export": state})
+
+
+def _result(kind: str, task: str, stages: dict[str, Any]) -> dict[str, Any]:
+    """Return what is stored of a model."""
+    return {"family": transformers_family(), "type": kind, "task": task, "stages": stages}
 
 
 def run_one(kind: str, task: str, stages: list[str], work: Path) -> dict[str, Any]:
@@ -259,7 +343,7 @@ def run_one(kind: str, task: str, stages: list[str], work: Path) -> dict[str, An
         found[stage]["seconds"] = round(time.monotonic() - started, 1)
         return made
 
-    result = {"type": kind, "task": task, "stages": found}
+    result = _result(kind, task, found)
     source = attempt("build", lambda: save_model(kind, task, folder / "model"))
     if source is None:
         return result
@@ -362,7 +446,7 @@ def save_model(kind: str, task: str, directory: Path) -> Path:
     import torch
     import transformers
 
-    known = json.loads(CONFIGS.read_text())[kind]
+    known = model_types()[kind]
     config = transformers.AutoConfig.for_model(**known["config"])
     if task == known["task"]:
         made = getattr(transformers, known["class"])
@@ -373,7 +457,9 @@ def save_model(kind: str, task: str, directory: Path) -> Path:
     if known["task"].startswith("text-generation") and not task.startswith("text-generation"):
         # The main class of BART's type and others is the decoder alone.
         usual = type(config)()
-        config.is_encoder_decoder, config.is_decoder = usual.is_encoder_decoder, usual.is_decoder
+        for name in ("is_encoder_decoder", "is_decoder"):
+            if hasattr(usual, name):
+                setattr(config, name, getattr(usual, name))
     torch.manual_seed(0)
     model = (made.from_config if "Auto" in made.__name__ else made)(config).eval()
     _spread(model)
@@ -384,7 +470,7 @@ def save_model(kind: str, task: str, directory: Path) -> Path:
         (directory / "preprocessor_config.json").write_text(text)
     vocabulary = _vocabulary_size(config)
     if vocabulary:
-        _save_tokenizer(directory, vocabulary)
+        _save_tokenizer(directory, vocabulary, known.get("tokenizer", {}))
     return directory
 
 
@@ -413,14 +499,22 @@ def _vocabulary_size(config: Any) -> int:
     return next((size for size in sizes if isinstance(size, int)), 0)
 
 
-def _save_tokenizer(directory: Path, size: int) -> None:
-    """Write a WordPiece tokenizer of letters with at most `size` tokens."""
+def _save_tokenizer(directory: Path, size: int, settings: dict[str, Any]) -> None:
+    """Write a WordPiece tokenizer of letters with at most `size` tokens.
+
+    Args:
+        directory: the model's directory.
+        size: the size of the vocabulary.
+        settings: those of tokenizer_config.json that the class of the type would set otherwise.
+    """
     import transformers
 
     words = [*_SPECIALS, *_LETTERS, *(f"##{letter}" for letter in _LETTERS)][:size]
     file = directory / "vocab.txt"
     file.write_text("\n".join(words))
     transformers.BertTokenizerFast(str(file)).save_pretrained(directory)
+    config = directory / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | settings))
 
 
 if __name__ == "__main__":

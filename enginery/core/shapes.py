@@ -142,7 +142,7 @@ def is_batch(dim: str) -> bool:
     >>> is_batch("text_batch"), is_batch("point_batch"), is_batch("sequence")
     (True, False, False)
     """
-    return dim in ("batch", "image_batch", "text_batch", "total_batch")
+    return dim in ("batch", "audio_batch", "image_batch", "text_batch", "total_batch")
 
 
 def dim_terms(dim: Dim) -> list[str]:

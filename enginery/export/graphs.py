@@ -97,7 +97,8 @@ class ExportedModel:
     """The model's config.json, with the image size of its processor if it has none."""
     notes: list[str] = field(default_factory=list)
     from_registry: bool = False
-    """True if Optimum's registry has chosen the outputs for the model type and the task."""
+    """True if the outputs were chosen for the model type, as Optimum's registry does: they may be
+    others than the task's."""
     length_limit: int | None = None
     """Longest input, in tokens, for which the graphs do what the model does; None for its own."""
     exporter: str = ""

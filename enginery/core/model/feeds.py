@@ -210,6 +210,8 @@ def make_feeds(
             feeds[spec.name] = _values(spec, shape, sizes, limits, generator)
         if ragged:
             _pad_rows(feeds, specs, limits)
+        if "spatial_shapes" in feeds:
+            _arrange_patches(feeds)
         if limits.image_token_id is not None and {"input_ids", "pixel_values"} <= feeds.keys():
             feeds["input_ids"][:, : limits.image_tokens] = limits.image_token_id
         if limits.end_id is not None:
@@ -301,6 +303,19 @@ def _pad_rows(feeds: Feeds, specs: tuple[TensorSpec, ...], limits: FeedLimits) -
             elif spec.name == "position_ids":
                 positions = np.maximum(np.cumsum(mask, axis=1) - 1, 0)
                 values[...] = positions[:, length - width :]
+
+
+def _arrange_patches(feeds: Feeds) -> None:
+    """Give images of patches, such as SigLIP 2's, rows and columns that their real patches fill."""
+    shapes, patches = feeds["spatial_shapes"], feeds["pixel_values"].shape[1]
+    mask = feeds.get("pixel_attention_mask", np.ones((len(shapes), patches), np.int64))
+    counts = mask.sum(axis=1).clip(1)
+    heights = np.sqrt(counts).astype(shapes.dtype)
+    # Every other image is wide.
+    heights[1::2] = 1
+    shapes[:, 0], shapes[:, 1] = heights, counts // heights
+    if "pixel_attention_mask" in feeds:
+        mask[...] = np.arange(patches) < shapes.prod(axis=1, keepdims=True)
 
 
 def _end_rows(feeds: Feeds, specs: tuple[TensorSpec, ...], end_id: int) -> None:

@@ -850,6 +850,12 @@ class FeatureExtractorConfig(_File):
     n_fft: Annotated[int, Field(ge=2, le=2**14), _expected("an integer from 2 to 16384")] | None = (
         None
     )
+    win_length: (
+        Annotated[int, Field(ge=2, le=2**14), _expected("an integer from 2 to 16384")] | None
+    ) = None
+    preemphasis: Annotated[float, Field(ge=0, le=1), _expected("a number from 0 to 1")] | None = (
+        None
+    )
     num_mel_bins: (
         Annotated[int, Field(ge=1, le=2**10), _expected("an integer from 1 to 1024")] | None
     ) = None

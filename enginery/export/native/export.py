@@ -26,6 +26,7 @@ from enginery.export.native.encoder_decoders import export_encoder_decoder
 from enginery.export.native.inputs import ModelInputs, describe_inputs, with_image_size
 from enginery.export.native.known_gaps import require_supported
 from enginery.export.native.lowering import Route, Signature, available_routes, lower
+from enginery.export.native.segmenters import export_segmenter
 from enginery.export.native.tasks import choose_outputs, choose_task
 from enginery.export.positions import find_length_limit
 from enginery.export.sentence_modules import write_module_weights
@@ -35,6 +36,7 @@ from enginery.export.vocabulary import check_vocabulary, embedding_rows, require
 from enginery.runtime.pytorch.answers import first_line
 from enginery.runtime.pytorch.config import load_config
 from enginery.runtime.pytorch.runner import TorchOptions, load_pytorch
+from enginery.runtime.pytorch.segmenter import is_segmenter
 
 _GRAPH = "model.onnx"
 _ROUTES: dict[str, tuple[Route, ...]] = {"transformers": ("transformers",), "dynamo": ("dynamo",)}
@@ -113,6 +115,7 @@ def export_with_transformers(
         library="transformers",
         traced={graph.file: graph.traced for graph in graphs},
         config=described,
+        from_registry=is_segmenter(model),
         length_limit=length_limit,
         notes=[
             f"task {task}",
@@ -131,19 +134,34 @@ def _lower(
 ) -> list[TracedGraph]:
     """Write the graphs, with images of any size if the model takes them."""
     model.config.use_cache = task.endswith("-with-past")
-    if has_soft_cap(model.config):
-        model.set_attn_implementation("eager")  # the others leave the soft cap out
+    # The others leave the soft cap out, and give padded frames another value than PyTorch's own,
+    # which subsampled outputs have beside the real ones.
+    if has_soft_cap(model.config) or inputs.masks_frames:
+        model.set_attn_implementation("eager")
     report_phase(f"tracing {model.config.model_type} for {task}")
+    if is_segmenter(model):
+        return _lower_at(model, task, inputs.with_fixed_images(), out, config)
     if not inputs.takes_images:
         return _lower_at(model, task, inputs, out, config)
+    if window := window_size(model.config):
+        reason = f"PyTorch does not trace windows of {window} patches over a grid of any size"
+        return _lower_fixed(model, task, inputs, out, config, reason)
     try:
         return _lower_at(model, task, inputs.with_larger_images(), out, config)
     except ExportError as error:
-        first, *others = _lower_at(model, task, inputs.with_fixed_images(), out, config)
-        size = f"{inputs.sizes['height']} × {inputs.sizes['width']}"
-        note = f"height and width are fixed at {size}, because with others {error.message}"
-        lowered = replace(first.lowered, notes=(*first.lowered.notes, note))
-        return [replace(first, lowered=lowered), *others]
+        reason = f"with others {error.message}"
+        return _lower_fixed(model, task, inputs, out, config, reason)
+
+
+def _lower_fixed(
+    model: Any, task: str, inputs: ModelInputs, out: Path, config: ExportConfig, reason: str
+) -> list[TracedGraph]:
+    """Write the graphs for images of the model's own size, with a note that says why."""
+    first, *others = _lower_at(model, task, inputs.with_fixed_images(), out, config)
+    size = f"{inputs.sizes['height']} × {inputs.sizes['width']}"
+    note = f"height and width are fixed at {size}, because {reason}"
+    lowered = replace(first.lowered, notes=(*first.lowered.notes, note))
+    return [replace(first, lowered=lowered), *others]
 
 
 def _lower_at(
@@ -157,6 +175,8 @@ def _lower_at(
     opset, routes = int(config.opset), _ROUTES.get(config.exporter, available_routes())
     if inputs.takes_images:
         routes = routes[:1]  # every attempt takes time, and images of one size are the rule
+    if is_segmenter(model):
+        return export_segmenter(model, inputs, out, opset=opset, routes=routes)
     if task.endswith("-with-past"):
         if model.config.is_encoder_decoder:
             return export_encoder_decoder(model, inputs, out, opset=opset, routes=routes)
@@ -195,6 +215,16 @@ def write_generation_config(model: Any, out: Path) -> None:
     if options is not None:
         document = json.loads(options.to_json_string(use_diff=True))
         (out / "generation_config.json").write_bytes(json_bytes(document))
+
+
+def window_size(config: Any) -> int:
+    """Return the edge of the windows in which a vision transformer attends; 0 without windows.
+
+    The windows of an image of any size are padded to a multiple, and shifted, by sizes that
+    `torch.export` takes minutes to reason about.
+    """
+    parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+    return next((part.window_size for part in parts if getattr(part, "window_size", 0)), 0)
 
 
 def has_soft_cap(config: Any) -> bool:

@@ -27,7 +27,18 @@ _TOKENS = ("batch", "sequence")
 _IMAGE = ("batch", "channels", "height", "width")
 _IMAGE_SIZES = ("height", "width")
 _TOWERS = ("feature-extraction", "zero-shot-image-classification", "zero-shot-object-detection")
-"""Tasks whose model compares texts with images, as many of each as one likes."""
+"""Tasks whose model compares texts with images or sounds, as many of each as one likes."""
+_FRAMES = "frames"
+_CLAP_PROCESSOR: Mapping[str, int] = {
+    "max_length_s": 10,
+    "sampling_rate": 48_000,
+    "hop_length": 480,
+}
+"""Defaults of CLAP's processor; source: transformers, `feature_extraction_clap.py`."""
+_PROCESSOR = PreprocessorConfig.FILE
+_PATCHES = "num_patches"
+_PATCH_MASK, _PATCH_SHAPES = "pixel_attention_mask", "spatial_shapes"
+"""Inputs of a model whose images are patches: which are real, and their rows and columns."""
 _FLOATS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 _LAYOUTLMV3_EDGE = 224
 """Height and width of LayoutLMv3's images, unless its config.json has an `input_size`."""
@@ -49,6 +60,11 @@ class ModelInputs:
     def takes_images(self) -> bool:
         """True if an input has a dynamic height and width."""
         return set(_IMAGE_SIZES) <= set(self.sizes)
+
+    @property
+    def masks_frames(self) -> bool:
+        """True if a mask says which frames of a spectrogram are padding."""
+        return any(spec.name == "attention_mask" and _FRAMES in spec.dims for spec in self.specs)
 
     def dims(self) -> dict[str, dict[int, str]]:
         """Return the names of the dynamic axes by input."""
@@ -99,8 +115,9 @@ def describe_inputs(
     Raises:
         ExportError: the model has a main input that no tokenizer or processor is known to give.
     """
-    known = _known_inputs(model, task, settings)
-    names = _chosen_inputs(model, task, settings, known)
+    processor = read_json(source / _PROCESSOR) if (source / _PROCESSOR).is_file() else {}
+    known = _known_inputs(model, task, settings, processor)
+    names = _chosen_inputs(model, task, settings, known, processor)
     changes = compare_inputs(model, source, task, names, trust_remote_code=trust_remote_code)
     names = [name for name in names if name not in changes.dropped] + sorted(changes.added)
     specs = tuple(known[name] for name in names)
@@ -108,7 +125,9 @@ def describe_inputs(
     return ModelInputs(specs, limits, _example_sizes(specs, limits))
 
 
-def _known_inputs(model: Any, task: str, settings: ModelConfig) -> dict[str, TensorSpec]:
+def _known_inputs(
+    model: Any, task: str, settings: ModelConfig, processor: Mapping[str, Any]
+) -> dict[str, TensorSpec]:
     """Return all inputs that a tokenizer or processor gives to models like this, by name."""
     floats = next(n for n in _FLOATS.values() if getattr(torch, n) == model.dtype)
     merged = settings.merged()
@@ -118,16 +137,27 @@ def _known_inputs(model: Any, task: str, settings: ModelConfig) -> dict[str, Ten
         tokens = ("batch", "num_choices", "sequence")
     elif task in _TOWERS and {"input_ids", PIXELS} <= _accepted(model):
         tokens, image = ("text_batch", "sequence"), ("image_batch", *image[1:])
+    elif task in _TOWERS and {"input_ids", "input_features"} <= _accepted(model):
+        tokens = ("text_batch", "sequence")
+    spectrogram = _spectrogram_dims(model, merged, processor)
+    mask: tuple[str, ...] = tokens
+    if model.main_input_name == "input_features":
+        mask = ("batch", _FRAMES)
+    images = image[0]
+    if _PATCH_SHAPES in _accepted(model):
+        image = (images, _PATCHES, _patch_width(model))
     specs = [
         TensorSpec("input_ids", "int64", tokens),
         TensorSpec("bbox", "int64", (*tokens, 4)),
         TensorSpec(PIXELS, floats, image),
         TensorSpec(PIXEL_MASK, "int64", ("batch", *_IMAGE_SIZES)),
-        TensorSpec("attention_mask", "int64", tokens),
+        TensorSpec(_PATCH_MASK, "int64", (images, _PATCHES)),
+        TensorSpec(_PATCH_SHAPES, "int64", (images, 2)),
+        TensorSpec("attention_mask", "int64", mask),
         TensorSpec(TYPES, "int64", tokens),
         TensorSpec("position_ids", "int64", tokens),
         TensorSpec("input_values", floats, _sound_dims(merged)),
-        TensorSpec("input_features", floats, _spectrogram_dims(model, merged)),
+        TensorSpec("input_features", floats, spectrogram),
     ]
     return {spec.name: spec for spec in specs}
 
@@ -139,16 +169,46 @@ def _sound_dims(merged: ModelConfig) -> tuple[str | int, ...]:
     return _TOKENS
 
 
-def _spectrogram_dims(model: Any, merged: ModelConfig) -> tuple[str | int, ...]:
-    """Return the dims of a spectrogram: Whisper's has a fixed length, and its bins come first."""
+def _spectrogram_dims(
+    model: Any, merged: ModelConfig, processor: Mapping[str, Any]
+) -> tuple[str | int, ...]:
+    """Return the dims of a spectrogram.
+
+    Whisper's has a fixed length, and its bins come first. CLAP's has channels, and the length that
+    its processor cuts or repeats all sounds to.
+    """
     configs = [vars(part).get("config") for part in model.modules()]
     bins = next(filter(None, (getattr(c, "num_mel_bins", None) for c in configs)), "feature")
     if merged.max_source_positions:
         return ("batch", bins, 2 * merged.max_source_positions)
-    return ("batch", "frames", bins)
+    if "is_longer" in _accepted(model):
+        if getattr(model.config, "audio_config", model.config).enable_fusion:
+            raise ExportError(
+                f"{type(model).__name__} fuses parts of sounds that are longer than its window, "
+                "and which sounds are is not known before it runs.",
+                do="Use a model without `enable_fusion`, such as laion/clap-htsat-unfused.",
+            )
+        settings = {**_CLAP_PROCESSOR, **processor}
+        seconds, rate = settings["max_length_s"], settings["sampling_rate"]
+        frames = int(seconds * rate) // settings["hop_length"] + 1
+        batch = "audio_batch" if "input_ids" in _accepted(model) else "batch"
+        return (batch, 1, frames, bins)
+    return ("batch", _FRAMES, bins)
 
 
-def _chosen_inputs(model: Any, task: str, settings: ModelConfig, known: Iterable[str]) -> list[str]:
+def _patch_width(model: Any) -> int:
+    """Return the numbers of a patch: its pixels in all channels."""
+    config = getattr(model.config, "vision_config", model.config)
+    return int(config.num_channels * config.patch_size**2)
+
+
+def _chosen_inputs(
+    model: Any,
+    task: str,
+    settings: ModelConfig,
+    known: Iterable[str],
+    processor: Mapping[str, Any],
+) -> list[str]:
     """Return the names of the inputs that the main input brings with it.
 
     Raises:
@@ -160,12 +220,13 @@ def _chosen_inputs(model: Any, task: str, settings: ModelConfig, known: Iterable
             f"the inputs {', '.join(known)} are supported, but the main input of "
             f"{type(model).__name__} is {main}."
         )
+    images = (PIXELS, _PATCH_MASK, _PATCH_SHAPES) if _PATCH_SHAPES in accepted else (PIXELS,)
     groups: dict[str, Sequence[str]] = {
-        "input_ids": ("input_ids", "bbox", PIXELS, "attention_mask", TYPES),
+        "input_ids": ("input_ids", "bbox", *images, "input_features", "attention_mask", TYPES),
         # Texts for a model that compares them with images, or reads them off one.
-        PIXELS: (PIXELS, "input_ids", "attention_mask") if "input_ids" in accepted else (PIXELS,),
+        PIXELS: (*images, "input_ids", "attention_mask") if "input_ids" in accepted else images,
         "input_values": ("input_values",),
-        "input_features": ("input_features",),
+        "input_features": ("input_features", "attention_mask"),
     }
     names = [name for name in groups[main] if name in accepted]
     if not settings.merged().type_vocab_size and TYPES in names:
@@ -173,6 +234,10 @@ def _chosen_inputs(model: Any, task: str, settings: ModelConfig, known: Iterable
     # The tokenizer of SigLIP makes no mask: padding is attended to.
     if "siglip" in settings.model_type and "attention_mask" in names:
         names.remove("attention_mask")
+    # Processors of spectrograms make a mask of the frames, unless they pad to a fixed length.
+    is_masked = processor.get("return_attention_mask", True)
+    if main == "input_features" and (model.config.is_encoder_decoder or not is_masked):
+        names = [main]
     if task == "text-generation" and "position_ids" in accepted:
         names.append("position_ids")
     return names
@@ -184,10 +249,11 @@ def _accepted(model: Any) -> set[str]:
 
 def _example_sizes(specs: Sequence[TensorSpec], limits: FeedLimits) -> dict[str, int]:
     """Return sizes of the dynamic dims that have no common divisor."""
-    sizes = {"batch": _ROWS, "image_batch": _ROWS, "text_batch": 2 * _ROWS, "num_choices": 5}
+    sizes = {"batch": _ROWS, "image_batch": _ROWS, "audio_batch": _ROWS, "text_batch": 2 * _ROWS}
+    sizes["num_choices"] = 5
     longest = limits.position_limit or limits.max_positions
     sizes["sequence"] = _example_length(limits.min_sequence, longest)
-    sizes["frames"] = 97
+    sizes[_FRAMES] = 97
     usual = {**limits.sizes, **sizes}
     return {name: usual.get(name, _LENGTH) for name in dynamic_dims(specs)}
 
@@ -213,8 +279,11 @@ def with_image_size(settings: ModelConfig, source: Path) -> ModelConfig:
         edge = read_json(source / ModelConfig.FILE).get("input_size", _LAYOUTLMV3_EDGE)
         return settings.model_copy(update={"image_size": ImageSize(edge=edge)})
     merged = settings.merged()
-    if merged.image_size is not None or not merged.num_channels:
+    if merged.image_size is not None:
         return settings
     processor = PreprocessorConfig.read(source, error=SourceError)
+    # A config may name the channels in a part of a part alone, as SAM 2's does.
+    if not merged.num_channels and not processor.image_processor_type:
+        return settings
     size = (processor.crop_size if processor.do_center_crop else None) or processor.size
     return settings.model_copy(update={"image_size": size}) if size else settings

@@ -28,6 +28,8 @@ import numpy as np
 import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
+from transformers import masking_utils
+from transformers.utils import torch_int
 
 from enginery.core.errors import ExportError
 from enginery.core.shapes import dim_terms, resolve_dim
@@ -49,6 +51,8 @@ _TINY = 1e-6
 """Smallest standard deviation that differences are compared with."""
 _FULL, _HALF = 1e-3, 5e-2
 """Allowed difference in standard deviations, of FP32 and of FP16."""
+_SKIP_OF_MASKS = "_ignore_bidirectional_mask_sdpa"
+"""The function of transformers that tells whether a mask is needed."""
 _SYMBOL = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -118,7 +122,7 @@ def lower(
     failures: list[str] = []
     smaller = _smaller_feeds(signature.feeds, signature.dims)
     expected = _run_module(module, smaller, signature.outputs)
-    with _exportable_experts(module), _symbolic_len(module):
+    with _exportable_experts(module), _symbolic_sizes(module), _only_real_masks():
         for route in routes or available_routes():
             for kind in _kinds(signature.dims):
                 try:
@@ -292,26 +296,71 @@ def _exportable_experts(module: torch.nn.Module) -> Iterator[None]:
             model.set_experts_implementation(implementation)
 
 
+class _IntegerType(type):
+    """Lets the builtin integers be instances of `_Integer`."""
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, int)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, int)
+
+
+class _Integer(int, metaclass=_IntegerType):
+    """The builtin `int`, which leaves a dim as it is."""
+
+    def __new__(cls, *arguments: Any, **keywords: Any) -> Any:
+        if arguments and isinstance(arguments[0], torch.SymInt):
+            return arguments[0]
+        return int(*arguments, **keywords)
+
+
+def _length(value: Any) -> Any:
+    """Return what `len` does; of a tensor a dim, as `tensor.shape[0]` is."""
+    return value.shape[0] if isinstance(value, torch.Tensor) else len(value)
+
+
 @contextmanager
-def _symbolic_len(module: torch.nn.Module) -> Iterator[None]:
-    """Let `len(tensor)` in the code of models be a dim, as `tensor.shape[0]` is.
+def _symbolic_sizes(module: torch.nn.Module) -> Iterator[None]:
+    """Let `len(tensor)` and `int(height)` in the code of models be dims.
 
-    Python's own function returns an integer, which fixes the batch of RT-DETR and others.
+    Python's own functions return integers, which fixes the batch of RT-DETR and the size of Depth
+    Anything's result. So does `torch_int` of transformers, unless TorchScript traces.
     """
-
-    def length(value: Any) -> Any:
-        return value.shape[0] if isinstance(value, torch.Tensor) else len(value)
-
-    names = {type(part).__module__ for part in module.modules()}
+    names = {torch_int.__module__, *(type(part).__module__ for part in module.modules())}
     own = [sys.modules[n] for n in names if n in sys.modules and not n.startswith("torch.")]
-    shadowed = [code for code in own if "len" not in vars(code)]
-    for code in shadowed:
-        code.len = length  # type: ignore[attr-defined]  # found before the builtin one
+    replaced = {"len": _length, "int": _Integer}
+    shadowed = [(code, name) for code in own for name in replaced if name not in vars(code)]
+    for code, name in shadowed:
+        setattr(code, name, replaced[name])  # found before the builtin one
     try:
         yield
     finally:
-        for code in shadowed:
-            del code.len
+        for code, name in shadowed:
+            delattr(code, name)
+
+
+@contextmanager
+def _only_real_masks() -> Iterator[None]:
+    """Let models whose inputs have no mask attend to everything without one.
+
+    As it is exported, transformers makes one of ones, (batch, 1, positions, positions), which
+    each attention adds: the fused operators are slower with it, and TensorRT has to compute it.
+    """
+    original = getattr(masking_utils, _SKIP_OF_MASKS, None)
+    if original is None:  # transformers 4 asks elsewhere
+        yield
+        return
+
+    def skips(padding_mask: Any, kv_length: Any, local_attention_size: Any = None) -> bool:
+        nothing_masked = padding_mask is None and local_attention_size is None
+        return nothing_masked or original(padding_mask, kv_length, local_attention_size)
+
+    setattr(masking_utils, _SKIP_OF_MASKS, skips)
+    try:
+        yield
+    finally:
+        setattr(masking_utils, _SKIP_OF_MASKS, original)
 
 
 @contextmanager

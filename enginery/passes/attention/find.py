@@ -21,6 +21,7 @@ import onnx_ir as ir
 from enginery.passes.attention.scores import (
     SCALES,
     ScoreStep,
+    path_to_product,
     product_after,
     read_number,
     score_step,
@@ -103,7 +104,7 @@ def _over_last_axis(softmax: ir.Node) -> bool:
 
 def _find(softmax: ir.Node) -> FoundAttention | None:
     context, _ = product_after(softmax)
-    path = _path_to_product(softmax.inputs[0])
+    path = path_to_product(softmax.inputs[0])
     if context is None or path is None:
         return None
     scores = path[0]
@@ -130,29 +131,6 @@ def _find(softmax: ir.Node) -> FoundAttention | None:
         return None
     zeroes = any(node.op_type == "Where" for node in between)
     return FoundAttention(query, keys, values, scale, heads, biases, zeroes, nodes)
-
-
-def _path_to_product(value: ir.Value | None, depth: int = _MAX_STEPS) -> list[ir.Node] | None:
-    """Return the nodes from the product of queries and keys to a value; None if there is none.
-
-    An Add is followed to the side that leads to such a product.
-    """
-    node = None if value is None else value.producer()
-    if node is None or depth == 0 or node.domain not in ("", "ai.onnx"):
-        return None
-    if node.op_type == "MatMul":
-        computed = all(x is not None and x.const_value is None for x in node.inputs)
-        return [node] if computed else None
-    if node.op_type in ("Add", "Mul", "Where"):
-        sources = list(node.inputs[1:] if node.op_type == "Where" else node.inputs)
-    elif node.op_type in ("Cast", "Div", "Identity", "Reshape"):
-        sources = [node.inputs[0]]
-    else:
-        return None
-    for source in sources:
-        if source is not None and (path := _path_to_product(source, depth - 1)) is not None:
-            return [*path, node]
-    return None
 
 
 def _read_steps(path: list[ir.Node]) -> tuple[float, tuple[Bias, ...]] | None:

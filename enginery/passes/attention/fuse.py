@@ -45,6 +45,7 @@ from enginery.passes.attention.find import (
     shape_parts,
     unscaled,
 )
+from enginery.passes.attention.heads import add_head_dims
 from enginery.passes.ir.builder import Builder
 from enginery.passes.ir.nodes import all_nodes, infer_types
 from enginery.passes.ir.op_types import MICROSOFT
@@ -69,8 +70,10 @@ def fuse_attention(model: ir.Model, target: Target) -> Counter[str]:
         The number of attentions that were fused, by operator.
     """
     infer_types(model, sizes=True)
+    build = Builder(model, _PREFIX)
+    add_head_dims(model, build)
     standard = target == "cpu" and _can_raise_opset(model)
-    writer = _AttentionWriter(model, standard=standard)
+    writer = _AttentionWriter(build, standard=standard)
     counts = Counter(writer.write(attention) for attention in find_attentions(model))
     if counts["Attention"]:
         model.opset_imports[""] = max(model.opset_imports[""], _ATTENTION_OPSET)
@@ -112,8 +115,8 @@ def _can_raise_opset(model: ir.Model) -> bool:
 class _AttentionWriter:
     """Appends fused attentions to a graph, which is to be sorted afterwards."""
 
-    def __init__(self, model: ir.Model, *, standard: bool) -> None:
-        self._build = Builder(model, _PREFIX)
+    def __init__(self, build: Builder, *, standard: bool) -> None:
+        self._build = build
         self._biases = BiasWriter(self._build)
         self._standard = standard
 

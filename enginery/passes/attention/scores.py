@@ -108,6 +108,29 @@ def score_step(node: ir.Node, value: ir.Value) -> list[ScoreStep] | None:
     return None
 
 
+def path_to_product(value: ir.Value | None, depth: int = _MAX_STEPS) -> list[ir.Node] | None:
+    """Return the nodes from the product of queries and keys to a value; None if there is none.
+
+    An Add is followed to the side that leads to such a product.
+    """
+    node = None if value is None else value.producer()
+    if node is None or depth == 0 or node.domain not in ("", "ai.onnx"):
+        return None
+    if node.op_type == "MatMul":
+        computed = all(x is not None and x.const_value is None for x in node.inputs)
+        return [node] if computed else None
+    if node.op_type in ("Add", "Mul", "Where"):
+        sources = list(node.inputs[1:] if node.op_type == "Where" else node.inputs)
+    elif node.op_type in ("Cast", "Div", "Identity", "Reshape"):
+        sources = [node.inputs[0]]
+    else:
+        return None
+    for source in sources:
+        if source is not None and (path := path_to_product(source, depth - 1)) is not None:
+            return [*path, node]
+    return None
+
+
 def product_after(softmax: ir.Node) -> tuple[ir.Node | None, ir.Value]:
     """Return the MatMul that reads the probabilities, and the value that it reads.
 

@@ -199,7 +199,8 @@ def _run_segments(
             fetch = tuple(dict.fromkeys((*group, *passed_on)))
             if not fetch:
                 continue
-            model, sources = segment_model(proto, segment, fetch, types)
+            ranks = {name: alive[0][name].ndim for name in segment.inputs}
+            model, sources = segment_model(proto, segment, fetch, types, ranks)
             session = open_in_memory(
                 model.SerializeToString(),
                 path.parent,

@@ -98,7 +98,11 @@ def peak_live_bytes(segments: Sequence[Segment], sizes: Mapping[str, int]) -> in
 
 
 def segment_model(
-    proto: Any, segment: Segment, fetch: Sequence[str], types: Mapping[str, int]
+    proto: Any,
+    segment: Segment,
+    fetch: Sequence[str],
+    types: Mapping[str, int],
+    ranks: Mapping[str, int],
 ) -> tuple[Any, dict[str, list[str]]]:
     """Build a model of the segment's nodes, with the weights that they read.
 
@@ -107,6 +111,8 @@ def segment_model(
         segment: the nodes.
         fetch: names of tensors computed in the segment.
         types: the ONNX element type of each value, as a number.
+        ranks: the number of dims of the segment's inputs. Without them, ONNX takes a slice of a
+            `Shape` for an empty one, and rejects a Resize to it.
 
     Returns:
         An `onnx.ModelProto`, and for each tensor the names of the outputs that carry its values
@@ -126,6 +132,9 @@ def segment_model(
         value = graph.input.add()
         value.name = name
         value.type.tensor_type.elem_type = types[name]
+        value.type.tensor_type.shape.dim.extend(
+            onnx.TensorShapeProto.Dimension() for _ in range(ranks[name])
+        )
     produced = {name for node in graph.node for name in node.output}
     # Tensors in the branches of an If are not outputs of the segment's own nodes.
     sources = expose_branches(graph, {*fetch} - produced)

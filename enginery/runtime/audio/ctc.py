@@ -1,11 +1,12 @@
 """Decode the output of connectionist temporal classification (CTC) into text.
 
-    decoder = CtcDecoder.open(artifact.path)    # reads vocab.json and tokenizer_config.json
+    decoder = open_decoder(artifact.path)       # reads vocab.json and tokenizer_config.json
     decoder.decode(logits.argmax(axis=-1))      # "the engine is warm"
 
 A CTC model gives a token for each frame. Repeated tokens are one letter, and the padding token is
-the blank between two equal letters. As `Wav2Vec2CTCTokenizer` of transformers 4.57 decodes; a
-language model beside it, which only `Wav2Vec2ProcessorWithLM` reads, is not used.
+the blank between two equal letters. As `Wav2Vec2CTCTokenizer` of transformers 4.57 decodes, or
+`ParakeetTokenizer` of version 5 with the word pieces of a tokenizer.json; a language model beside
+it, which only `Wav2Vec2ProcessorWithLM` reads, is not used.
 """
 
 from __future__ import annotations
@@ -19,12 +20,55 @@ from typing import Any
 from enginery.core.errors import ArtifactError
 from enginery.core.json_file import read_json
 from enginery.core.model.files import MAX_VOCABULARY, SpecialTokensMap, TokenizerConfig
-from enginery.runtime.text.tokenizer import clean_up_tokenization
+from enginery.runtime.text.tokenizer import TextTokenizer, clean_up_tokenization
 
-_VOCABULARY, _ADDED = "vocab.json", "added_tokens.json"
+_VOCABULARY, _ADDED, _TOKENIZER = "vocab.json", "added_tokens.json", "tokenizer.json"
+_WORD_PIECES = "ParakeetTokenizer"
 _CLASSES = ("", "Wav2Vec2CTCTokenizer", "Wav2Vec2Tokenizer")
 _DEFAULTS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 """Tokens of roles that no file names, in the order in which transformers adds them."""
+
+
+def open_decoder(directory: Path) -> CtcDecoder | WordPieceDecoder:
+    """Open the decoder that a model's files are for.
+
+    Raises:
+        ArtifactError: the files of its tokenizer are missing or malformed, or it is of another
+            class.
+    """
+    class_name = TokenizerConfig.read(directory).tokenizer_class
+    is_unnamed = not class_name and not (directory / _VOCABULARY).is_file()
+    has_pieces = is_unnamed and (directory / _TOKENIZER).is_file()
+    if has_pieces or class_name.startswith(_WORD_PIECES):
+        return WordPieceDecoder.open(directory)
+    return CtcDecoder.open(directory)
+
+
+@dataclass(frozen=True)
+class WordPieceDecoder:
+    """The tokenizer of a CTC model whose tokens are pieces of words, such as Parakeet's."""
+
+    tokenizer: TextTokenizer
+
+    @classmethod
+    def open(cls, directory: Path) -> WordPieceDecoder:
+        """Read the model's tokenizer.json.
+
+        Raises:
+            ArtifactError: it is missing or malformed, or has no padding token, which is the blank.
+        """
+        tokenizer = TextTokenizer.open(directory)
+        if tokenizer.pad_id is None:
+            raise ArtifactError(
+                f"{directory} names no padding token, which is the blank of a CTC model.",
+                do="Save the model's tokenizer in its directory and export again.",
+            )
+        return cls(tokenizer)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of the most likely token of each frame."""
+        tokens = [token for token, _ in groupby(map(int, ids)) if token != self.tokenizer.pad_id]
+        return self.tokenizer.decode(tokens, skip_special=False)
 
 
 @dataclass(frozen=True)

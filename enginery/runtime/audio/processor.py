@@ -68,12 +68,22 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "normalize_means": True,
         "normalize_vars": True,
     },
+    "Parakeet": {
+        "feature_size": 80,
+        "sampling_rate": 16_000,
+        "hop_length": 160,
+        "n_fft": 512,
+        "win_length": 400,
+        "preemphasis": 0.97,
+        "padding_side": "right",
+    },
 }
 _INPUT_NAMES = {
     "Whisper": "input_features",
     "Wav2Vec2": "input_values",
     "AST": "input_values",
     "Speech2Text": "input_features",
+    "Parakeet": "input_features",
 }
 
 # Extractors of model types whose file does not name one, as older files.
@@ -81,6 +91,7 @@ _BY_MODEL_TYPE = {
     "whisper": "Whisper",
     "audio-spectrogram-transformer": "AST",
     "speech_to_text": "Speech2Text",
+    "parakeet_ctc": "Parakeet",
     **dict.fromkeys(
         (
             "wav2vec2",
@@ -108,6 +119,10 @@ _WHISPER_MAX_FREQUENCY = 8000.0
 _WHISPER_FLOOR = 1e-10
 _WHISPER_RANGE = 8.0
 """Decades below the loudest value that are kept."""
+
+# Added to energies and to deviations of Parakeet's features, as NeMo does.
+_PARAKEET_FLOOR = 2.0**-24
+_PARAKEET_EPSILON = 1e-5
 
 _BLOCK_VALUES = 2**18
 """Values of the frames that are transformed at a time: 2 MiB."""
@@ -192,6 +207,7 @@ class AudioProcessor:
             - AST: `input_values` float32 (batch, max_length, mel bins), padded or truncated.
             - Speech2Text: `input_features` float32 (batch, frames, mel bins), padded to the longest
               waveform, and `attention_mask` int64 (batch, frames).
+            - Parakeet: the same; one frame more than the longest waveform has, which is 0.
 
         Raises:
             InputError: a waveform has another dtype or shape, no samples, or too few for a frame.
@@ -210,6 +226,8 @@ class AudioProcessor:
             return self._wav2vec2(checked)
         if self.kind == "AST":
             return {"input_values": self._ast(checked)}
+        if self.kind == "Parakeet":
+            return self._parakeet(checked, first)
         return self._speech2text(checked)
 
     def _whisper(self, waveforms: Sequence[Waveform]) -> NDArray[np.float32]:
@@ -282,6 +300,38 @@ class AudioProcessor:
         for row, frames in zip(padded, features, strict=True):
             row[: len(frames)] = self._normalize(frames)
         return {"input_features": padded, "attention_mask": mask}
+
+    def _parakeet(self, waveforms: Sequence[Waveform], first: int) -> dict[str, NDArray[Any]]:
+        settings = self.settings
+        hop, n_fft, length = settings["hop_length"], settings["n_fft"], settings["win_length"]
+        counts = [wave.size // hop for wave in waveforms]
+        for index, (wave, count) in enumerate(zip(waveforms, counts, strict=True)):
+            if count < 2:
+                raise InputError(
+                    f"audio {first + index} has {wave.size} samples, expected at least {2 * hop}: "
+                    "Parakeet divides by the deviation of two frames or more."
+                )
+        # As `torch.stft`, which centers a window that is shorter than the transform.
+        before = (n_fft - length) // 2
+        window = np.pad(np.hanning(length), (before, n_fft - length - before))
+        bins = settings["feature_size"]
+        filters = _parakeet_filters(bins, n_fft, self.sampling_rate)
+        frames = max(counts, default=0) + 1
+        features = np.zeros((len(waveforms), frames, bins), np.float32)
+        for row, wave, count in zip(features, waveforms, counts, strict=True):
+            emphasized = wave.copy()
+            emphasized[1:] -= np.float32(settings["preemphasis"]) * wave[:-1]
+            # Frames are centred on their samples, with silence at both ends.
+            padded = np.pad(emphasized.astype(np.float64), n_fft // 2)
+            windows = sliding_window_view(padded, n_fft)[::hop][:count]
+            energies = _mel_energies(_blocks(windows), window, n_fft, filters, 0)
+            values = np.log(energies + _PARAKEET_FLOOR)
+            deviation = values.std(axis=0, ddof=1)
+            row[:count] = (values - values.mean(axis=0)) / (deviation + _PARAKEET_EPSILON)
+        mask = np.zeros((len(waveforms), frames), np.int64)
+        for row, count in zip(mask, counts, strict=True):
+            row[:count] = 1
+        return {"input_features": features, "attention_mask": mask}
 
     def _normalize(self, features: NDArray[np.float32]) -> NDArray[np.float32]:
         """Normalize each mel bin over the frames of one waveform."""
@@ -356,6 +406,11 @@ def _kaldi_mels(hertz: NDArray[np.float64]) -> NDArray[np.float64]:
 @lru_cache(maxsize=8)
 def _whisper_filters(bins: int, n_fft: int, sampling_rate: int) -> NDArray[np.float64]:
     return mel_filters(bins, n_fft, sampling_rate, low=0, high=_WHISPER_MAX_FREQUENCY, slaney=True)
+
+
+@lru_cache(maxsize=8)
+def _parakeet_filters(bins: int, n_fft: int, sampling_rate: int) -> NDArray[np.float64]:
+    return mel_filters(bins, n_fft, sampling_rate, low=0, high=sampling_rate / 2, slaney=True)
 
 
 @lru_cache(maxsize=8)
@@ -442,6 +497,8 @@ def _check_settings(file: Path, kind: str, settings: Mapping[str, Any]) -> None:
         raise refuse("feature_size", "1")
     if kind != "Whisper" and settings.get("padding_side") == "left":
         raise refuse("padding_side", "'right'")
+    if kind == "Parakeet" and settings["win_length"] > settings["n_fft"]:
+        raise refuse("win_length", f"up to n_fft, which is {settings['n_fft']}")
     if kind in ("AST", "Speech2Text") and settings["sampling_rate"] != _KALDI_RATE:
         raise refuse("sampling_rate", str(_KALDI_RATE))
     if kind == "Whisper":

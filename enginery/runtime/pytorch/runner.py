@@ -61,6 +61,13 @@ from enginery.runtime.pytorch.classes import class_for_task, feature_class
 from enginery.runtime.pytorch.config import load_config
 from enginery.runtime.pytorch.decoder import TorchDecoder
 from enginery.runtime.pytorch.random import RandomNumbers
+from enginery.runtime.pytorch.segmenter import (
+    IMAGE_ENCODER,
+    PROMPT_DECODER,
+    decode_prompts,
+    encode_image,
+    is_segmenter,
+)
 from enginery.runtime.pytorch.state import ModelState
 from enginery.runtime.pytorch.weights import UpcastWeights, as_classifier, restore_head
 
@@ -76,6 +83,7 @@ Outputs = dict[str, NDArray[Any]]
 _RunModel = Callable[[dict[str, Any]], dict[str, Any]]
 """Tensors in, tensors out, both by the graph's names."""
 
+_SEGMENTER_PARTS = {IMAGE_ENCODER: encode_image, PROMPT_DECODER: decode_prompts}
 _DTYPES = {
     "fp64": torch.float64,
     "fp32": torch.float32,
@@ -516,6 +524,8 @@ class TorchRunner(Closeable):
             if not reason:
                 self._decoder = decoder
                 return decoder.run
+        elif is_segmenter(self._model) and Path(self.record.file).name in _SEGMENTER_PARTS:
+            return partial(_SEGMENTER_PARTS[Path(self.record.file).name], self._model)
         elif self._is_encoder():
             return self._run_encoder
         else:

@@ -17,6 +17,9 @@ from enginery.core.errors import ExportError
 _Attributes = dict[str, Any]
 
 _CONTAINERS = (dict, list, set)
+_INSTALLED = "_output_capturing_hooks_installed"
+"""Attribute by which transformers 5 remembers that a model's parts have hooks, which only record
+hidden states. Without it, a second set of hooks would record each of them twice."""
 
 
 @dataclass
@@ -50,7 +53,8 @@ class _Holder:
             names = [
                 name
                 for name in every
-                if not _is(self.attributes.get(name, self), self.saved.get(name, self))
+                if name != _INSTALLED
+                and not _is(self.attributes.get(name, self), self.saved.get(name, self))
             ]
         inside = [
             name for name, copied in self.contents.items() if _differs(self.saved[name], copied)
@@ -59,9 +63,12 @@ class _Holder:
 
     def restore(self) -> None:
         """Put back the attributes and what was in them."""
-        for name in self.attributes.keys() - self.saved.keys():
+        for name in self.attributes.keys() - self.saved.keys() - {_INSTALLED}:
             del self.attributes[name]
+        installed = self.attributes.get(_INSTALLED)
         self.attributes.update(self.saved)
+        if installed is not None:
+            self.attributes[_INSTALLED] = installed
         for name, copied in self.contents.items():
             live = self.saved[name]
             if not _differs(live, copied):

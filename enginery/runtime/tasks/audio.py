@@ -16,7 +16,7 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord, Manifest
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.model.files import ModelConfig
-from enginery.runtime.audio.ctc import CtcDecoder
+from enginery.runtime.audio.ctc import CtcDecoder, WordPieceDecoder, open_decoder
 from enginery.runtime.audio.processor import AudioProcessor, load_audio
 from enginery.runtime.tasks.classify import LabelOptions, LabelResults
 from enginery.runtime.tasks.results import Result
@@ -150,7 +150,7 @@ class Transcribe(AudioTask):
     graph_outputs: ClassVar[Mapping[str, int]] = {"logits": 3}
     result_type = Transcription
 
-    decoder: CtcDecoder
+    decoder: CtcDecoder | WordPieceDecoder
 
     @classmethod
     def fits(cls, manifest: Manifest, record: GraphRecord | None) -> bool:
@@ -159,7 +159,7 @@ class Transcribe(AudioTask):
 
     @classmethod
     def _read_settings(cls, artifact: Artifact) -> dict[str, Any]:
-        return {"decoder": CtcDecoder.open(artifact.path)}
+        return {"decoder": open_decoder(artifact.path)}
 
     def split(
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays

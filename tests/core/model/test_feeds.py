@@ -225,3 +225,18 @@ def test_rows_start_with_the_tokens_of_an_image():
     assert feeds["attention_mask"].sum(axis=1).min() == 17
     alone = make_feeds([ids], sizes, limits, seed=0)
     assert (alone["input_ids"] != 4).all(), "without pixels there is no image"
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_images_of_patches_fill_their_rows_and_columns(ragged):
+    feeds = made(
+        TensorSpec("pixel_values", "float32", ("batch", "num_patches", 12)),
+        TensorSpec("pixel_attention_mask", "int64", ("batch", "num_patches")),
+        TensorSpec("spatial_shapes", "int64", ("batch", 2)),
+        sizes={"batch": 3, "num_patches": 13},
+        ragged=ragged,
+    )
+    shapes, mask = feeds["spatial_shapes"], feeds["pixel_attention_mask"]
+    assert (shapes.prod(axis=1) == mask.sum(axis=1)).all()
+    assert shapes.tolist()[:2] == ([[3, 4], [1, 8]] if ragged else [[3, 4], [1, 13]])
+    assert len({row[0] for row in shapes.tolist()}) > 1

@@ -8,6 +8,7 @@ import transformers
 from enginery.core.errors import ExportError
 from enginery.core.model.files import ModelConfig
 from enginery.export.native.inputs import describe_inputs
+from tests.environments import needs_transformers5
 
 SMALL = {
     "hidden_size": 32,
@@ -113,3 +114,85 @@ def test_unknown_main_input_is_an_error(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "patchtst"}))
     with pytest.raises(ExportError, match="main input of PatchTSTForPrediction is past_values"):
         inputs_of(model, "time-series-forecasting", tmp_path)
+
+
+def test_images_of_patches_have_their_mask_and_shapes(tmp_path):
+    siglip2 = pytest.importorskip("transformers.models.siglip2")
+    config = siglip2.Siglip2VisionConfig(
+        **{**SMALL, "patch_size": 4, "num_patches": 16, "vision_use_head": False}
+    )
+    model = siglip2.Siglip2VisionModel(config)
+    inputs = inputs_of(model, "feature-extraction", tmp_path)
+    dims = {spec.name: spec.dims for spec in inputs.specs}
+    assert dims == {
+        "pixel_values": ("batch", "num_patches", 48),
+        "pixel_attention_mask": ("batch", "num_patches"),
+        "spatial_shapes": ("batch", 2),
+    }
+    feeds = inputs.feeds(model)
+    rows = feeds["spatial_shapes"].prod(dim=1)
+    assert (rows == feeds["pixel_attention_mask"].sum(dim=1)).all()
+
+
+def clap(**audio):
+    return transformers.ClapModel(
+        transformers.ClapConfig(
+            text_config={**SMALL, "max_position_embeddings": 20},
+            audio_config={
+                "window_size": 4,
+                "num_mel_bins": 8,
+                "spec_size": 32,
+                "hidden_size": 32,
+                "depths": [1, 1],
+                "num_attention_heads": [2, 2],
+                "patch_embeds_hidden_size": 16,
+                "num_hidden_layers": 2,
+                **audio,
+            },
+            projection_dim=16,
+        )
+    )
+
+
+def test_texts_and_sounds_have_batches_of_their_own(tmp_path):
+    (tmp_path / "preprocessor_config.json").write_text(
+        json.dumps({"max_length_s": 1, "sampling_rate": 16_000, "hop_length": 160})
+    )
+    inputs = inputs_of(clap(), "feature-extraction", tmp_path)
+    dims = {spec.name: spec.dims for spec in inputs.specs}
+    assert dims == {
+        "input_ids": ("text_batch", "sequence"),
+        # Its processor cuts or repeats all sounds to one second: 101 frames.
+        "input_features": ("audio_batch", 1, 101, 8),
+        "attention_mask": ("text_batch", "sequence"),
+    }
+
+
+def test_sounds_that_are_fused_from_parts_are_refused(tmp_path):
+    model = clap(enable_fusion=True, fusion_type="aff_2d")
+    with pytest.raises(ExportError, match="ClapModel fuses parts of sounds"):
+        inputs_of(model, "feature-extraction", tmp_path)
+
+
+@needs_transformers5
+def test_frames_have_a_mask(tmp_path):
+    config = transformers.ParakeetCTCConfig(
+        vocab_size=40,
+        pad_token_id=39,
+        encoder_config={
+            "hidden_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "intermediate_size": 32,
+            "subsampling_conv_channels": 8,
+            "num_mel_bins": 16,
+        },
+    )
+    model = transformers.ParakeetForCTC(config)
+    dims = {
+        s.name: s.dims for s in inputs_of(model, "automatic-speech-recognition", tmp_path).specs
+    }
+    assert dims == {
+        "input_features": ("batch", "frames", 16),
+        "attention_mask": ("batch", "frames"),
+    }

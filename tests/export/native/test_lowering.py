@@ -5,10 +5,12 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from transformers.utils import torch_int
 
 from enginery.core.errors import ExportError
 from enginery.export.native import lowering
 from enginery.export.native.lowering import Signature, available_routes, lower
+from tests.environments import needs_transformers5
 
 TOKENS = {0: "batch", 1: "sequence"}
 
@@ -113,6 +115,40 @@ def test_length_of_a_tensor_is_a_dim(tmp_path, route):
     )
     assert lowered.dims == "named"
     assert "len" not in globals()
+
+
+@pytest.mark.parametrize("route", available_routes())
+def test_integer_of_a_dim_is_a_dim(tmp_path, route):
+    class Halved(torch.nn.Module):
+        def forward(self, x):
+            length = int(x.shape[1] // 2 * 2) if isinstance(2, int) else 0
+            ones = x.new_ones(torch_int(x.shape[0]), length)
+            return {"y": x[:, :length] * ones + int("3")}
+
+    feeds, path = {"x": torch.randn(3, 6)}, tmp_path / "model.onnx"
+    lower(Halved(), Signature(feeds, {"x": TOKENS}, ["y"]), path, opset=20, routes=(route,))
+    value = np.ones((5, 11), np.float32)
+    (result,) = onnxruntime.InferenceSession(path).run(None, {"x": value})
+    assert result.shape == (5, 10)
+    assert "int" not in globals()
+
+
+@needs_transformers5
+def test_model_without_a_mask_computes_none(tmp_path):
+    from transformers import ViTConfig, ViTModel
+
+    config = ViTConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        image_size=8,
+        patch_size=4,
+    )
+    feeds, path = {"pixel_values": torch.randn(3, 3, 8, 8)}, tmp_path / "model.onnx"
+    signature = Signature(feeds, {"pixel_values": {0: "batch"}}, ["last_hidden_state"])
+    lower(ViTModel(config).eval(), signature, path, opset=20)
+    assert not {node.op_type for node in onnx.load(path).graph.node} & {"Where", "Less"}
 
 
 @pytest.mark.parametrize("route", available_routes())

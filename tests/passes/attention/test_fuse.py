@@ -200,6 +200,33 @@ def test_keys_may_be_transposed_in_three_dims(target, tmp_path):
     assert not ops(model, "Transpose")
 
 
+ROWS = """q1 = Mul (q, scale)  {keys}  p0 = MatMul (q1, kt)  {masked}
+  p = Softmax <axis = 2> (p0m)  c = MatMul (p, v)  y = Neg (c)"""
+ROWS_MASKED = "m = Where (seen, zero, lowest) p0m = Add (m, p0)"
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("keys", "masked", "inputs"),
+    [
+        ("kt = Transpose <perm = [0, 2, 1]> (k)", "p0m = Identity (p0)", ""),
+        (
+            "k1 = Transpose <perm = [1, 0, 2]> (k) kt = Transpose <perm = [1, 2, 0]> (k1)",
+            ROWS_MASKED,
+            ", bool[b, s, t] seen",
+        ),
+        ("kt = Transpose <perm = [0, 2, 1]> (k)", ROWS_MASKED, ", bool[1, s, t] seen"),
+    ],
+)
+def test_heads_may_be_rows_of_the_batch(keys, masked, inputs, target, tmp_path):
+    """`torch.nn.MultiheadAttention` computes (batch * heads, positions, head_dim)."""
+    nodes = ROWS.format(keys=keys, masked=masked)
+    constants = {name: CONSTANTS[name] for name in ("scale", "zero", "lowest") if name in nodes}
+    model = graph(f"g ({INPUTS}{inputs}) => (float[b, s, 32] y) {{ {nodes} }}", **constants)
+    assert fused_and_compared(model, target, tmp_path).total() == 1
+    assert not ops(model, "Softmax")
+
+
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
 def test_queries_of_other_origin_keep_their_layout(target, tmp_path):
     """Rotary embeddings and caches leave (batch, heads, positions, head_dim)."""

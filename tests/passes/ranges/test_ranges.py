@@ -161,8 +161,8 @@ def test_each_node_runs_once_per_batch(tmp_path, monkeypatch):
     ran = []
     original = ranges.segment_model
 
-    def counted(proto, segment, fetch, types):
-        made, sources = original(proto, segment, fetch, types)
+    def counted(proto, segment, fetch, types, ranks):
+        made, sources = original(proto, segment, fetch, types, ranks)
         ran.extend(node.name for node in made.graph.node)
         return made, sources
 
@@ -225,3 +225,21 @@ def test_nan_is_not_counted():
     found = array_range(np.float32([np.nan, 1, -4]))
     assert found.nonfinite
     assert found.largest == 4
+
+
+@pytest.mark.parametrize("group_bytes", [1, 1 << 20])
+def test_image_that_is_resized_to_a_part_of_its_shape(group_bytes, tmp_path):
+    """ONNX takes a slice of the shape of a value for empty if its number of dims is not known."""
+    model = graph(
+        """g (float[b, 3, h, w] x) => (float[b, 3, h, w] y) {
+          small = AveragePool <kernel_shape = [2, 2], strides = [2, 2]> (x)  shape = Shape (x)
+          leading = Slice (shape, start, middle)  edges = Slice (shape, middle, end)
+          sizes = Concat <axis = 0> (leading, edges)
+          z = Resize (small, , , sizes)  y = Neg (z) }""",
+        start=np.array([0]),
+        middle=np.array([2]),
+        end=np.array([4]),
+    )
+    batch = {"x": np.ones((1, 3, 4, 6), np.float32)}
+    found = measured(model, saved(model, tmp_path / "m.onnx"), [batch], group_bytes=group_bytes)
+    assert found["z"].largest == 1

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from enginery.core.errors import ArtifactError
-from enginery.runtime.audio.ctc import CtcDecoder
+from enginery.runtime.audio.ctc import CtcDecoder, WordPieceDecoder, open_decoder
+from tests.environments import needs_transformers5
 
 LETTERS = ["<pad>", "<s>", "</s>", "<unk>", "|", "'", ".", *"ABNST", "é"]
 
@@ -79,3 +80,33 @@ def test_malformed_files_are_named(tmp_path, files, message):
         (tmp_path / name).write_text(content)
     with pytest.raises(ArtifactError, match=re.escape(message)):
         CtcDecoder.open(tmp_path)
+
+
+@needs_transformers5
+def test_text_of_word_pieces_equals_transformers(tmp_path):
+    import tokenizers
+    from transformers import ParakeetTokenizer
+
+    vocabulary = {"<unk>": 0, "▁the": 1, "▁eng": 2, "ine": 3, "s": 4, "<pad>": 5}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="<unk>"))
+    backend.decoder = tokenizers.decoders.Metaspace()
+    tokenizer = ParakeetTokenizer(tokenizer_object=backend, unk_token="<unk>", pad_token="<pad>")
+    tokenizer.save_pretrained(tmp_path)
+    decoder = open_decoder(tmp_path)
+    assert isinstance(decoder, WordPieceDecoder)
+    assert decoder.decode([5, 1, 1, 5, 2, 3, 4, 5, 4, 4]) == "the enginess"
+    for ids in np.random.default_rng(0).integers(0, 6, (20, 12)):
+        assert decoder.decode(ids) == tokenizer.decode(ids)
+
+
+def test_letters_have_a_decoder_of_letters(tmp_path):
+    save_tokenizer(tmp_path)
+    assert isinstance(open_decoder(tmp_path), CtcDecoder)
+
+
+def test_word_pieces_without_a_blank_are_an_error(tmp_path):
+    import tokenizers
+
+    tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, [])).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ArtifactError, match="names no padding token"):
+        open_decoder(tmp_path)

@@ -11,6 +11,7 @@ import pytest
 
 from enginery.core.errors import ArtifactError, InputError
 from enginery.runtime.audio.processor import AudioProcessor, mel_filters
+from tests.environments import needs_transformers5
 from tests.sounds import RATE, chirp, noise, silence, sine, speech
 from tests.tolerances import EPSILON
 
@@ -184,6 +185,28 @@ def test_speech2text_features_equal_transformers(tmp_path, settings, sound):
     )
 
 
+@needs_transformers5
+@pytest.mark.parametrize("sound", [sine, chirp, noise, speech])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"feature_size": 128, "hop_length": 80, "win_length": 300, "preemphasis": 0.5}],
+)
+def test_parakeet_features_equal_transformers(tmp_path, settings, sound):
+    reference = extractor("parakeet", "Parakeet", **settings)
+    processor = opened(tmp_path, reference)
+    for seconds in ([0.5], [0.1, 1.0, 3.7]):
+        waves = [sound(duration) for duration in seconds]
+        expected = reference(waves, sampling_rate=RATE, return_tensors="np")
+        features = processor(waves)
+        np.testing.assert_array_equal(features["attention_mask"], expected["attention_mask"])
+        assert features["input_features"].dtype == np.float32
+        real = expected["attention_mask"][..., None] * np.ones_like(features["input_features"])
+        difference = np.abs(features["input_features"] - expected["input_features"]) * real
+        # Quiet bins are divided by their deviation, which PyTorch's float32 rounds.
+        assert np.quantile(difference, 0.99) < 2e-3
+        assert difference.mean() < 2e-4
+
+
 def test_speech2text_features_of_silence_are_zero(tmp_path):
     processor = AudioProcessor.open(
         write_config(tmp_path, feature_extractor_type="Speech2TextFeatureExtractor")
@@ -277,6 +300,7 @@ def test_missing_file_is_named(tmp_path):
         ("Wav2Vec2", np.zeros((2, 800), np.float32), "expected float32 (samples,)"),
         ("AST", np.zeros(399, np.float32), "audio 3 has 399 samples, expected at least 400"),
         ("Speech2Text", np.zeros(399, np.float32), "audio 3 has 399 samples"),
+        ("Parakeet", np.zeros(319, np.float32), "audio 3 has 319 samples, expected at least 320"),
     ],
 )
 def test_unusable_waveforms_are_named(tmp_path, kind, wave, message):
@@ -287,7 +311,7 @@ def test_unusable_waveforms_are_named(tmp_path, kind, wave, message):
         processor([noise(1.0), wave], first=2)
 
 
-@pytest.mark.parametrize("kind", ["Whisper", "Wav2Vec2", "AST", "Speech2Text"])
+@pytest.mark.parametrize("kind", ["Whisper", "Wav2Vec2", "AST", "Speech2Text", "Parakeet"])
 def test_no_waveforms_give_an_empty_batch(tmp_path, kind):
     processor = AudioProcessor.open(
         write_config(tmp_path, feature_extractor_type=f"{kind}FeatureExtractor")

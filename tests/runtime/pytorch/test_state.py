@@ -161,3 +161,15 @@ def test_model_that_writes_into_its_weights_is_no_reference():
         model.pooler.dense.bias.add_(1)
     with pytest.raises(ExportError, match=r"changes its weight pooler\.dense\.bias"):
         state.restore()
+
+
+def test_hidden_states_are_recorded_once_each():
+    """transformers 5 installs hooks for them in the first run, and remembers that it has."""
+    model = bert().eval()
+    state = ModelState(model)
+    for _ in range(3):
+        state.restore()
+        with torch.inference_mode():
+            states = model(torch.ones(1, 4, dtype=torch.long), output_hidden_states=True)
+        assert len(states.hidden_states) == model.config.num_hidden_layers + 1
+    assert not state.describe()
