@@ -128,6 +128,7 @@ def _known_inputs(model: Any, task: str, settings: ModelConfig) -> dict[str, Ten
         TensorSpec("position_ids", "int64", tokens),
         TensorSpec("input_values", floats, _sound_dims(merged)),
         TensorSpec("input_features", floats, _spectrogram_dims(model, merged)),
+        TensorSpec("past_values", floats, _series_dims(model)),
     ]
     return {spec.name: spec for spec in specs}
 
@@ -148,6 +149,12 @@ def _spectrogram_dims(model: Any, merged: ModelConfig) -> tuple[str | int, ...]:
     return ("batch", "frames", bins)
 
 
+def _series_dims(model: Any) -> tuple[str | int, ...]:
+    """Return the dims of a time series, whose length the patches of a model fix."""
+    lengths = (getattr(model.config, key, 1) for key in ("context_length", "num_input_channels"))
+    return ("batch", *lengths)
+
+
 def _chosen_inputs(model: Any, task: str, settings: ModelConfig, known: Iterable[str]) -> list[str]:
     """Return the names of the inputs that the main input brings with it.
 
@@ -166,6 +173,7 @@ def _chosen_inputs(model: Any, task: str, settings: ModelConfig, known: Iterable
         PIXELS: (PIXELS, "input_ids", "attention_mask") if "input_ids" in accepted else (PIXELS,),
         "input_values": ("input_values",),
         "input_features": ("input_features",),
+        "past_values": ("past_values",),
     }
     names = [name for name in groups[main] if name in accepted]
     if not settings.merged().type_vocab_size and TYPES in names:
