@@ -72,8 +72,8 @@ def test_graphs_have_the_files_names_and_dims_of_arranged_ones(tiny_model, home)
         *((f"present.{kind}", cross) for kind in kinds if "encoder" in kind),
     ]
     graphs = [onnx.load(artifact.path / record.file).graph for record in (decoder, encoder)]
-    names = [{name for node in graph.node for name in (node.name, *node.output)} for graph in graphs]
-    assert not names[0] & names[1]  # quantization records ranges by name
+    first, second = ({n for node in g.node for n in (node.name, *node.output)} for g in graphs)
+    assert not first & second  # quantization records ranges by name
 
 
 def _parts():
