@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -94,6 +95,7 @@ def compare(kind: str, exporter: str, length: int) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     model = _load(kind)
     example = _inputs(model, 2, length, 1.0)
+    traced = _shape(example)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.onnx")
         try:
@@ -104,12 +106,11 @@ def compare(kind: str, exporter: str, length: int) -> dict[str, Any]:
         sizes: dict[str, Any] = {}
         for batch, size in _sizes(example):
             inputs = _inputs(model, batch, *size)
-            described = " × ".join(map(str, next(iter(inputs.values())).shape))
             with torch.no_grad():
                 expected = model(**inputs)
-            sizes[described] = _difference(session, inputs, dict(expected.items()))
+            sizes[_shape(inputs)] = _difference(session, inputs, dict(expected.items()))
         declared = {value.name: value.shape for value in session.get_inputs()}
-        return {"sizes": sizes, "inputs": declared}
+        return {"traced": traced, "sizes": sizes, "inputs": declared}
 
 
 def _load(kind: str) -> Any:
@@ -147,6 +148,10 @@ def _inputs(model: Any, batch: int, length: int, scale: float) -> dict[str, Any]
     if config.is_encoder_decoder:
         inputs["decoder_input_ids"] = ids[:, : length - 2].contiguous()
     return inputs
+
+
+def _shape(inputs: Mapping[str, Any]) -> str:
+    return " × ".join(map(str, next(iter(inputs.values())).shape))
 
 
 def _sizes(example: Mapping[str, Any]) -> list[tuple[int, tuple[int, float]]]:
@@ -207,11 +212,23 @@ def table(results: Any) -> str:
     rows = []
     for (kind, exporter, length), row in sorted(latest.items()):
         for size, outcome in row.get("sizes", {}).items():
-            if isinstance(outcome, str):
-                rows.append(f"| {kind} | {exporter} | {length} | {size} | {outcome} |")
-            elif not outcome < _WRONG:
-                rows.append(f"| {kind} | {exporter} | {length} | {size} | {outcome:.2g} σ |")
-    return "\n".join(["| type | exporter | example | size | result |", "|-|-|-|-|-|", *rows])
+            if isinstance(outcome, str) or not outcome < _WRONG:
+                traced = row.get("traced", f"2 × {length}")
+                rows.append(f"| {kind} | {exporter} | {traced} | {size} | {_in_short(outcome)} |")
+    return "\n".join(["| type | exporter | traced at | run at | result |", "|-|-|-|-|-|", *rows])
+
+
+def _in_short(outcome: str | float) -> str:
+    """Return the result of a run that is not PyTorch's.
+
+    >>> _in_short(0.52), _in_short("Fail: Non-zero status code returned while running Add node.")
+    ('differs by 0.52 σ', 'Add fails')
+    """
+    if not isinstance(outcome, str):
+        return f"differs by {outcome:.2g} σ"
+    if node := re.search(r"while running (\w+) node", outcome):
+        return f"{node[1]} fails"
+    return "refused: the graph has another size" if "invalid dimensions" in outcome else outcome
 
 
 if __name__ == "__main__":
