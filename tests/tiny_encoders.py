@@ -61,9 +61,10 @@ def save_encoder(name: str, tokenizer_directory: Path, directory: Path) -> Any:
                 parameter.data.normal_(0, 0.2)
     model.save_pretrained(directory)
     if name not in IMAGE_CLASSES:
-        for file in tokenizer_directory.glob("*token*"):
-            shutil.copy(file, directory)
-        shutil.copy(tokenizer_directory / "vocab.txt", directory)
+        # transformers 5 saves a tokenizer without its vocab.txt.
+        for pattern in ("*token*", "vocab.txt"):
+            for file in tokenizer_directory.glob(pattern):
+                shutil.copy(file, directory)
     if name in (*IMAGE_CLASSES, *BOTH_CLASSES):
         size = {"height": 32, "width": 32}
         processor = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=size)

@@ -45,7 +45,7 @@ from enginery.export.positions import find_length_limit
 from enginery.export.sentence_modules import write_module_weights
 from enginery.export.side_files import copy_side_files, require_equal_processor
 from enginery.export.tokenizer import write_tokenizer
-from enginery.export.used_weights import UsedWeights
+from enginery.export.used_weights import UsedWeights, require_used
 from enginery.export.vocabulary import check_vocabulary, embedding_rows, require_padding_token
 from enginery.runtime.image.processor import PIXEL_MASK
 from enginery.runtime.pytorch.classes import default_class, feature_class
@@ -109,7 +109,12 @@ def export_with_optimum(
         _export(model, source, config, out, task=task, vocoder=vocoder)
         untrained = untrained_weights(model)
         rows = embedding_rows(model)
-        use_notes = _require_used(model, used, [out / file for file in list_graphs(out)])
+        use_notes = require_used(
+            model,
+            used,
+            [out / file for file in list_graphs(out)],
+            do="Optimum exports fewer outputs than the class has: try --exporter dynamo.",
+        )
         unused = getattr(model, "unused_tensors", ())
         config_notes = (*getattr(model, "config_notes", ()), *unused_notes, *limit_notes)
         # What follows may load the graphs, whose weights would be in memory twice.
@@ -449,28 +454,6 @@ def _drop_unnamed_outputs(path: Path) -> list[str]:
     onnx.save(model, str(path))
     names = ", ".join(value.name for value in unnamed)
     return [f"{path.name}: dropped the outputs {names}, which no task has"]
-
-
-def _require_used(model: Any, used: UsedWeights, graphs: list[Path]) -> list[str]:
-    """Return notes on poolers that are in no graph; raise ExportError for another lost weight.
-
-    Features without a projection are of another space. BERT's pooler is left from pretraining, and
-    no embedding is read from it.
-    """
-    random = getattr(model, "untrained_weights", ())
-    lost, poolers = (
-        [name for name in names if name not in random] for names in used.left_out(model, graphs)
-    )
-    if lost:
-        raise ExportError(
-            f"the outputs of {type(model).__name__} depend on weights that are in no graph: "
-            f"{', '.join(lost[:4])}{', …' if len(lost) > 4 else ''}.",
-            do="Optimum exports fewer outputs than the class has: try --exporter dynamo.",
-        )
-    notes = list(used.notes)
-    if poolers:
-        notes.append(f"left out, because no output depends on it: {', '.join(poolers)}")
-    return notes
 
 
 def _tasks_of_type(model_type: str) -> list[str]:

@@ -18,6 +18,7 @@ from onnx import numpy_helper
 from torch.autograd.graph import saved_tensors_hooks
 
 from enginery.core.artifact.external_data import load_graph
+from enginery.core.errors import ExportError
 from enginery.core.model.files import ModelConfig
 
 
@@ -34,13 +35,16 @@ class UsedWeights:
         self.notes: list[str] = []
         """Why the weights in use are not known."""
 
-    def add(self, model: Any, inputs: Mapping[str, Any], file: str) -> None:
-        """Run the module that a graph is traced from, with Optimum's forward and with its own.
+    def add(
+        self, model: Any, inputs: Mapping[str, Any], file: str, *, outputs: Sequence[str] = ()
+    ) -> None:
+        """Run the module that a graph is traced from, with the graph's outputs and with its own.
 
         Args:
-            model: the module, with Optimum's `forward` as an attribute.
+            model: the module, with Optimum's `forward` as an attribute if it is that one's graph.
             inputs: what the graph is traced with.
             file: name of the graph.
+            outputs: the graph's outputs; empty for all that the module returns.
         """
         if not self._is_on:
             return
@@ -48,7 +52,9 @@ class UsedWeights:
         nothing_kept = saved_tensors_hooks(lambda _: None, lambda kept: kept)
         try:
             with torch.enable_grad(), nothing_kept:
-                self._in_graphs |= {id(weight) for weight in _reached(model(**inputs))}
+                traced = model(**inputs)
+                traced = {name: traced[name] for name in outputs} if outputs else traced
+                self._in_graphs |= {id(weight) for weight in _reached(traced)}
                 results = type(model).forward(model, **inputs)
                 reached = {id(weight): weight for weight in _reached(results)}
                 self._weights |= reached
@@ -83,6 +89,37 @@ class UsedWeights:
             modules = {name.rpartition(".")[0] for name in needed.keys() - kept}
             lost = sorted(name for name in needed if name.rpartition(".")[0] in modules)
         return lost, sorted(poolers)
+
+
+def require_used(model: Any, used: UsedWeights, graphs: Sequence[Path], *, do: str) -> list[str]:
+    """Return notes on poolers that are in no graph.
+
+    Features without a projection are of another space. BERT's pooler is left from pretraining, and
+    no embedding is read from it.
+
+    Args:
+        model: the model.
+        used: the weights that its outputs depend on.
+        graphs: the ONNX files.
+        do: what to do about another weight that is in no graph.
+
+    Raises:
+        ExportError: there is such a weight.
+    """
+    random = getattr(model, "untrained_weights", ())
+    lost, poolers = (
+        [name for name in names if name not in random] for names in used.left_out(model, graphs)
+    )
+    if lost:
+        raise ExportError(
+            f"the outputs of {type(model).__name__} depend on weights that are in no graph: "
+            f"{', '.join(lost[:4])}{', …' if len(lost) > 4 else ''}.",
+            do=do,
+        )
+    notes = list(used.notes)
+    if poolers:
+        notes.append(f"left out, because no output depends on it: {', '.join(poolers)}")
+    return notes
 
 
 def _has_spare_pooler(model: Any, results: Any) -> bool:

@@ -6,8 +6,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper, save
 
 from enginery.core.errors import ExportError
-from enginery.export.optimum import _require_used
-from enginery.export.used_weights import UsedWeights
+from enginery.export.used_weights import UsedWeights, require_used
 
 
 class Tower(torch.nn.Module):
@@ -64,21 +63,21 @@ def test_projection_whose_output_the_graph_lacks_is_refused_by_name(graph):
     # The weights of the choice are in the graph, though no gradient comes to them.
     assert used.left_out(model, files) == (["projection.bias", "projection.weight"], [])
     with pytest.raises(ExportError, match=r"in no graph: projection\.bias, projection\.weight\."):
-        _require_used(model, used, files)
+        require_used(model, used, files, do="Ask for it.")
     off = UsedWeights(is_on=False)  # a task has outputs of its own
     off.add(model, {"x": torch.ones(2, 4)}, "model.onnx")
-    assert _require_used(model, off, files) == []
+    assert require_used(model, off, files, do="Ask for it.") == []
 
 
 def test_pooler_is_noted_unless_the_files_lack_it(graph):
     model = Tower("pooler")
     used = traced(model, "features")
     files = graph(model)
-    assert _require_used(model, used, files) == [
+    assert require_used(model, used, files, do="Ask for it.") == [
         "left out, because no output depends on it: pooler.bias, pooler.weight"
     ]
     model.untrained_weights = ("pooler.bias", "pooler.weight")
-    assert _require_used(model, used, files) == []
+    assert require_used(model, used, files, do="Ask for it.") == []
 
 
 class Images(torch.nn.Module):
@@ -101,7 +100,7 @@ def test_pooler_of_another_name_is_noted(graph):
     used, whole = UsedWeights(), Images.forward
     model.forward = lambda x: {"last_hidden_state": whole(model, x)["last_hidden_state"]}
     used.add(model, {"x": torch.ones(2, 4)}, "model.onnx")
-    assert _require_used(model, used, []) == [
+    assert require_used(model, used, [], do="Ask for it.") == [
         "left out, because no output depends on it: layernorm.bias, layernorm.weight"
     ]
 
@@ -109,13 +108,13 @@ def test_pooler_of_another_name_is_noted(graph):
 def test_graph_with_all_outputs_leaves_nothing_out(graph):
     model = Tower()
     used = traced(model, "features", "scores", "vector")
-    assert _require_used(model, used, graph(model)) == []
+    assert require_used(model, used, graph(model), do="Ask for it.") == []
 
 
 def test_model_that_cannot_run_is_noted(graph):
     model = Tower()
     used = UsedWeights()
     used.add(model, {"x": torch.ones(2, 5)}, "model.onnx")
-    (note,) = _require_used(model, used, graph(model))
+    (note,) = require_used(model, used, graph(model), do="Ask for it.")
     assert note.startswith("model.onnx: which weights are in use is not known: mat1 and mat2")
     assert np.isfinite(model.layer.weight.detach().numpy()).all()

@@ -250,13 +250,16 @@ def write_graph(
     return TracedGraph(interface.file, lowered, TracedInputs(shapes))
 
 
-def finish_graph(out: Path, interface: GraphInterface, optional: Sequence[str] = ()) -> None:
+def finish_graph(
+    out: Path, interface: GraphInterface, optional: Sequence[str] = (), *, scope: str = ""
+) -> None:
     """Name the dims of a graph's outputs, arrange it if it is a decoder, and drop unread inputs.
 
     Args:
         out: the directory of the graph.
         interface: its inputs and outputs.
         optional: inputs that a model may take and not read.
+        scope: what to begin the names of its nodes with, and of what they compute.
     """
     graph = read_graph(out / interface.file)
     outputs = {spec.name: spec.dims for spec in interface.outputs}
@@ -274,7 +277,18 @@ def finish_graph(out: Path, interface: GraphInterface, optional: Sequence[str] =
         keep_unattended_rows(graph)
         remove_idle_reshapes(graph)
         arrange_decoder(graph)
+    if scope:
+        _rename_computed(graph.graph, scope)
     replace_graphs(out, {interface.file: graph}, [interface.file])
+
+
+def _rename_computed(graph: ir.Graph, scope: str) -> None:
+    """Begin the names of a graph's nodes, and of all that is no output or weight, with a scope."""
+    for node in graph:
+        node.name = f"{scope}{node.name}"
+        for value in node.outputs:
+            if value.name and not value.is_graph_output():
+                value.name = f"{scope}{value.name}"
 
 
 @contextmanager

@@ -49,6 +49,9 @@ _TOKENS: tuple[Dim, ...] = ("batch", "decoder_sequence")
 _PAST = "past_decoder_sequence"
 _TOTAL = "past_decoder_sequence + decoder_sequence"
 _OWN, _CROSS = ".decoder", ".encoder"
+_SCOPE = "encoder/"
+"""Prefix of names in the encoder's graph. The exporters call a product `linear` in every graph, and
+what is calibrated or pinned by name is so in both of a model."""
 _ENCODER_LENGTH = 13
 """Example length of an encoder whose inputs are no tokens."""
 
@@ -148,7 +151,7 @@ def _encoder(
         return {_STATES: result.encoder_last_hidden_state, **presents}
 
     traced = write_graph(model, forward, interface, out, opset=opset, routes=routes)
-    finish_graph(out, interface)
+    finish_graph(out, interface, scope=_SCOPE)
     return traced
 
 

@@ -32,6 +32,7 @@ from enginery.export.positions import find_length_limit
 from enginery.export.sentence_modules import write_module_weights
 from enginery.export.side_files import copy_side_files, require_equal_processor
 from enginery.export.tokenizer import write_tokenizer
+from enginery.export.used_weights import UsedWeights, require_used
 from enginery.export.vocabulary import check_vocabulary, embedding_rows, require_padding_token
 from enginery.runtime.pytorch.answers import first_line
 from enginery.runtime.pytorch.config import load_config
@@ -187,13 +188,13 @@ def _lower_at(
             results = model(**feeds)
     except Exception as error:  # a model of any class may fail in any way
         raise ExportError(f"PyTorch rejects the example inputs: {first_line(error)}") from error
-    lowered = lower(
-        model,
-        Signature(feeds, inputs.dims(), choose_outputs(model, task, results)),
-        out / _GRAPH,
-        opset=opset,
-        routes=routes,
-    )
+    outputs = choose_outputs(model, task, results)
+    used = UsedWeights(is_on=task == "feature-extraction")
+    used.add(model, feeds, _GRAPH, outputs=outputs)
+    signature = Signature(feeds, inputs.dims(), outputs)
+    lowered = lower(model, signature, out / _GRAPH, opset=opset, routes=routes)
+    notes = require_used(model, used, [out / _GRAPH], do="Set --task to one that has this output.")
+    lowered = replace(lowered, notes=(*lowered.notes, *notes))
     traced = TracedInputs({name: tuple(tensor.shape) for name, tensor in feeds.items()})
     return [TracedGraph(_GRAPH, lowered, traced)]
 

@@ -158,6 +158,7 @@ def _known_inputs(
         TensorSpec("position_ids", "int64", tokens),
         TensorSpec("input_values", floats, _sound_dims(merged)),
         TensorSpec("input_features", floats, spectrogram),
+        TensorSpec("past_values", floats, _series_dims(model)),
     ]
     return {spec.name: spec for spec in specs}
 
@@ -202,6 +203,12 @@ def _patch_width(model: Any) -> int:
     return int(config.num_channels * config.patch_size**2)
 
 
+def _series_dims(model: Any) -> tuple[str | int, ...]:
+    """Return the dims of a time series, whose length the patches of a model fix."""
+    lengths = (getattr(model.config, key, 1) for key in ("context_length", "num_input_channels"))
+    return ("batch", *lengths)
+
+
 def _chosen_inputs(
     model: Any,
     task: str,
@@ -227,6 +234,7 @@ def _chosen_inputs(
         PIXELS: (*images, "input_ids", "attention_mask") if "input_ids" in accepted else images,
         "input_values": ("input_values",),
         "input_features": ("input_features", "attention_mask"),
+        "past_values": ("past_values",),
     }
     names = [name for name in groups[main] if name in accepted]
     if not settings.merged().type_vocab_size and TYPES in names:

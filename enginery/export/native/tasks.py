@@ -11,7 +11,7 @@ import transformers
 from enginery.core.errors import ExportError
 from enginery.core.model.files import ModelConfig
 from enginery.export.tasks import inferred_task
-from enginery.runtime.pytorch.classes import tasks_of_class
+from enginery.runtime.pytorch.classes import tasks_of_class, tasks_of_type
 
 _LOGITS = ("logits",)
 _OUTPUTS: Mapping[str, Sequence[str]] = {
@@ -67,7 +67,8 @@ def choose_task(
     Args:
         requested: the task, or `auto`.
         settings: the model's config.json.
-        supported: the tasks for which an exporter takes the model's type; empty for all.
+        supported: the tasks for which an exporter takes the model's type; empty for all that
+            transformers has a class for.
         exporter: its name, for messages.
 
     Raises:
@@ -92,5 +93,6 @@ def choose_task(
         problem = f"the class {name} is for {tasks[0]}, for which {exporter} does not export it"
     else:
         problem = f"transformers lists no task for the class {name}"
-    choices = f"--task to one of: {', '.join(supported)}" if supported else "--task"
+    usual = supported or tasks_of_type(settings.model_type)
+    choices = f"--task to one of: {', '.join(usual)}" if usual else "--task"
     raise ExportError(f"the task cannot be inferred: {problem}.", do=f"Set {choices}.")

@@ -133,6 +133,15 @@ def tasks_of_class(name: str) -> list[str]:
     return sorted(tasks, key=lambda task: task != "text2text-generation")
 
 
+def tasks_of_type(model_type: str) -> list[str]:
+    """Return the tasks for which transformers has a class of a model type."""
+    return [
+        task
+        for task in _AUTO_CLASSES
+        if any(model_type in class_names(auto) for auto in auto_classes(task))
+    ]
+
+
 def feature_class(path: Path, config: Any) -> Any | None:
     """Return the encoder's class that config.json names; None for the Auto class.
 

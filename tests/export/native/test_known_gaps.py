@@ -1,4 +1,4 @@
-"""Models that cannot be exported without Optimum yet."""
+"""Models that cannot be exported by PyTorch's exporters."""
 
 import pytest
 
@@ -9,6 +9,8 @@ from enginery.export.native.known_gaps import require_supported
 def test_type_that_cannot_be_exported_is_refused_with_the_reason():
     with pytest.raises(ExportError, match=r"moonshine.*without Optimum: its encoder shortens"):
         require_supported("moonshine", "automatic-speech-recognition-with-past")
+    with pytest.raises(ExportError, match=r"^mamba cannot .* exporters: its scan is a loop"):
+        require_supported("mamba", "text-generation")
 
 
 def test_task_of_several_parts_is_refused_with_a_remedy():
