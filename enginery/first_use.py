@@ -73,7 +73,7 @@ def _also_of_models(
 ) -> Callable[Concatenate[str | Path | Artifact, Parameters], Result]:
     """Return the function of an artifact as one that takes models, too."""
 
-    @wraps(function)
+    @wraps(function, assigned=("__name__", "__qualname__", "__doc__"))
     def of_artifact_or_model(
         artifact: str | Path | Artifact, /, *args: Parameters.args, **options: Parameters.kwargs
     ) -> Result:

@@ -272,8 +272,8 @@ BREAKS = (
     ),
     Break(
         "quantize/calibration/batches.py",
-        "calibrating = sorted(set(rows) - set(held_out)) if data.has_held_out_rows else rows",
-        "calibrating = rows",
+        "return sorted(set(rows) - set(held_out)), held_out",
+        "return rows, held_out",
         "the rows that accuracy is measured on are calibrated on, too",
         "tests/quantize/calibration/test_data.py tests/quantize/test_rows.py",
     ),
