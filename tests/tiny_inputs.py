@@ -140,7 +140,9 @@ def export_here(source: Path, out: Path, monkeypatch: Any, **options: Any) -> Ar
     from enginery.export.config import ExportConfig
     from enginery.export.worker import handle_request
 
-    def run(request: stage.WorkerRequest, name: str, progress: Any) -> stage.WorkerResult:
+    def run(
+        request: stage.WorkerRequest, name: str, environment: Any, progress: Any
+    ) -> stage.WorkerResult:
         values = asdict(request)
         # Trusted models are not confined; there is no code in these.
         values["config"]["trust_remote_code"] = True

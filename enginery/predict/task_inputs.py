@@ -116,9 +116,9 @@ def read_options(task: type[Task], config: PredictConfig) -> TaskOptions:
         for name, option in _TASK_OPTIONS.items()
         if name in task.Options.model_fields
     }
-    # Options of a task have the types of JSON, and null in place of 0 for all dimensions.
+    # Options of a task have the types of JSON, and null for all dimensions and the model's labels.
     values = {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
-    values["dimensions"] = values.get("dimensions") or None
+    values |= {name: values.get(name) or None for name in ("dimensions", "candidate_labels")}
     try:
         return task.Options.read(values)
     except TaskOptionError as error:

@@ -208,6 +208,9 @@ class Model(Closeable):
         top_k: int = 0,
         activation: Activation = "auto",
         instruction: str = "",
+        candidate_labels: list[str] | None = None,
+        hypothesis_template: str = TEMPLATE,
+        multi_label: bool = False,
     ) -> list[Classification]:
         """Classify texts, or pairs of texts for models that compare two.
 
@@ -219,6 +222,10 @@ class Model(Closeable):
                 pipelines do.
             instruction: what a reranker that is a language model has to judge; empty for its
                 default.
+            candidate_labels: labels to choose from in place of the model's own; see `zero_shot`,
+                for this and the two next.
+            hypothesis_template: what is said of a text with a label, in place of `{}`.
+            multi_label: judge each label by itself.
         """
         classifications: list[Classification] = self._run_task(
             "classify",
@@ -227,6 +234,9 @@ class Model(Closeable):
             top_k=top_k,
             activation=activation,
             instruction=instruction,
+            candidate_labels=candidate_labels,
+            hypothesis_template=hypothesis_template,
+            multi_label=multi_label,
         )
         return classifications
 
@@ -256,15 +266,13 @@ class Model(Closeable):
         """
         if not labels:
             raise InputError("no label is given to choose from.")
-        classifications: list[Classification] = self._run_task(
-            "classify",
+        return self.classify(
             texts,
+            truncate=truncate,
             candidate_labels=list(labels),
             hypothesis_template=hypothesis_template,
             multi_label=multi_label,
-            truncate=truncate,
         )
-        return classifications
 
     def tag(
         self,

@@ -1,6 +1,8 @@
 """Export and the PyTorch reference run in the environment that `--python` names."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -30,8 +32,13 @@ def other_notes(notes):
     return [note for note in notes if "in another environment" in note]
 
 
-def test_model_is_exported_and_proved_in_another_environment(tiny_model, other, monkeypatch):
-    source = tiny_model("bert", "text-classification")
+def test_model_is_exported_and_proved_in_another_environment(
+    tiny_model, other, monkeypatch, tmp_path
+):
+    # A model of its own, which no other test has put into the store.
+    source = shutil.copytree(tiny_model("bert", "text-classification"), tmp_path / "model")
+    settings = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**settings, "note": "of this test"}))
     artifact = export_model(str(source), python=other)
     (stage,) = artifact.manifest.stages
     (note,) = other_notes(stage.notes)

@@ -23,6 +23,7 @@ def beside(tmp_path_factory, tiny_model):
     folder = tmp_path_factory.mktemp("recipes")
     shutil.copytree(tiny_model("bert", "text-classification"), folder / "model")
     (folder / "reviews.csv").write_text("text,label\nGood.,1\nBad.,0\n")
+    (folder / "predicted.csv").write_text("text,label,predicted_label\nGood.,1,1\n")
     (folder / "reviews.jsonl").write_text('{"text": "Good."}\n{"text": "Bad."}\n')
     (folder / "semicolons.csv").write_text("text;label\nGood.;1\n")
     (folder / "empty.csv").write_text("text,label\n")
@@ -230,7 +231,7 @@ BROKEN = {
         "no FP8 matrix products",
     ),
     "FP16 for the CPU": (
-        HEAD + EXPORT + "  - optimize:\n      rows: 8\n      target: cpu\n",
+        HEAD + EXPORT + "  - optimize:\n      precision: fp16\n      target: cpu\n",
         7,
         "option 'precision' is fp16 for the target cpu",
     ),
@@ -475,9 +476,9 @@ BROKEN = {
         "has no column 'review'",
     ),
     "column that the answer has": (
-        HEAD + EXPORT + "  - predict:\n      out: a.csv\n      input: reviews.csv\n",
+        HEAD + EXPORT + "  - predict:\n      out: a.csv\n      input: predicted.csv\n",
         7,
-        "has a column 'label', and the prediction",
+        "has a column 'predicted_label', and the prediction",
     ),
     "option that the task does not take": (
         HEAD + EXPORT + "  - predict:\n      input: reviews.csv\n      out: a.csv\n"

@@ -337,6 +337,8 @@ def taken_and_refused(schema):
         return [True, False], [0, "true"]
     if schema["type"] == "string":
         return ["", "query"], [3]
+    if schema["type"] == "array":
+        return [["warm"]], [[], ["warm"] * (schema["maxItems"] + 1), "warm", [3]]
     ends = [schema[end] for end in ("minimum", "maximum") if end in schema]
     return ends, [ends[0] - 1, *(end + 1 for end in ends[1:]), 1.0, True]
 

@@ -14,6 +14,7 @@ from enginery import load_model
 from enginery.core.artifact.artifact import Artifact, commit_artifact
 from enginery.runtime.tasks import TASKS
 from enginery.runtime.tasks.audio import example_wav
+from enginery.runtime.tasks.zero_shot import TEMPLATE
 from enginery.serve.config import ServeConfig
 from tests.runtime.count_task import Count
 from tests.serve.conftest import Running
@@ -136,7 +137,8 @@ def test_every_parameter_reaches_the_model():
     parameters = {"top_k": 1, "activation": "sigmoid", "instruction": "Judge."}
     body = {"inputs": "a", "parameters": parameters}
     ask(application(model), "POST", "/predict/minilm", body)
-    wanted = {**parameters, "truncate": None}
+    others = {"truncate": None, "candidate_labels": None, "multi_label": False}
+    wanted = {**parameters, **others, "hypothesis_template": TEMPLATE}
     assert model.calls[0][1].model_dump() == wanted
 
 

@@ -72,7 +72,7 @@ def test_a_client_of_hugging_face_gets_its_labels(running, expected, monkeypatch
     ("model", "parameters", "status", "message"),
     [
         ("judge", {"candidate_labels": []}, 400, "candidate_labels"),
-        ("judge", {"candidate_labels": ["a"] * 101}, 422, "a list of at most 100 strings"),
+        ("judge", {"candidate_labels": ["a"] * 101}, 422, "a list of 1 to 100 strings"),
         ("judge", {"candidate_labels": ["a", ""]}, 422, "a label is empty"),
         ("judge", {"candidate_labels": ["a"], "hypothesis_template": "x"}, 422, "one '{}'"),
         ("judge", {}, 422, "candidate_labels"),

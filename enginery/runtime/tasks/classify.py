@@ -84,9 +84,9 @@ class ClassifyOptions(TextOptions, LabelOptions):
     instruction: str = ""
     """What a reranker that is a language model has to judge, in place of its default; empty for
     the default."""
-    candidate_labels: Annotated[list[str], Field(default_factory=list, max_length=MAX_LABELS)]
-    """Labels to choose from, for a model of natural language inference; empty for its own."""
-    hypothesis_template: Annotated[str, Field(max_length=1000)] = TEMPLATE
+    candidate_labels: Annotated[list[str], Field(min_length=1, max_length=MAX_LABELS)] | None = None
+    """Labels to choose from, for a model of natural language inference; null for its own."""
+    hypothesis_template: str = TEMPLATE
     """What is said of a text with a label, in place of `{}`, for `candidate_labels`."""
     multi_label: bool = False
     """Judge each of `candidate_labels` by itself: several may be right."""
@@ -161,8 +161,8 @@ class Classify(LabelResults, TextTask):
         entailment_index(self.config)  # its error comes before any work
         check_texts(inputs)
         texts = [str(text) for text in inputs]
-        labels, template = options.candidate_labels, options.hypothesis_template
-        rows = self.encode(make_pairs(texts, labels, template), options)
+        labels = options.candidate_labels or ()
+        rows = self.encode(make_pairs(texts, labels, options.hypothesis_template), options)
         return self._model_inputs(rows, options)
 
     def outputs_read(self, *, raw: bool = False) -> tuple[str, ...]:
@@ -198,7 +198,7 @@ class Classify(LabelResults, TextTask):
     def _postprocess_zero_shot(
         self, logits: NDArray[Any], options: ClassifyOptions
     ) -> list[Classification]:
-        labels = options.candidate_labels
+        labels = options.candidate_labels or ()
         by_text = logits.astype(np.float32).reshape(-1, len(labels), logits.shape[-1])
         scores = label_scores(
             by_text, entailment_index(self.config), multi_label=options.multi_label

@@ -128,7 +128,7 @@ def expected_values(schema: Mapping[str, Any]) -> str:
     if "enum" in schema:
         return " or ".join(map(str, schema["enum"]))
     if schema.get("type") == "array":
-        return f"a list of at most {schema['maxItems']} strings"
+        return f"a list of {schema['minItems']} to {schema['maxItems']} strings"
     kind = {"boolean": "true or false", "string": "a string", "integer": "a whole number"}.get(
         schema.get("type", ""), "a number"
     )

@@ -109,11 +109,12 @@ def test_decoder_without_a_cache_has_positions(tmp_path):
 
 
 def test_unknown_main_input_is_an_error(tmp_path):
-    config = transformers.PatchTSTConfig(context_length=8, d_model=16, num_attention_heads=2)
-    model = transformers.PatchTSTForPrediction(config)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "patchtst"}))
-    with pytest.raises(ExportError, match="main input of PatchTSTForPrediction is past_values"):
-        inputs_of(model, "time-series-forecasting", tmp_path)
+    config = transformers.BertConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1)
+    model = transformers.BertModel(config)
+    model.main_input_name = "states"
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    with pytest.raises(ExportError, match="main input of BertModel is states"):
+        inputs_of(model, "feature-extraction", tmp_path)
 
 
 def test_images_of_patches_have_their_mask_and_shapes(tmp_path):

@@ -73,7 +73,7 @@ def test_a_text_has_the_answer_that_it_has_alone(judge):
         (["a"], {"hypothesis_template": "This is."}, r"expected a text with one '\{\}'"),
         (["a"], {"hypothesis_template": "{} {}"}, r"expected a text with one '\{\}'"),
         (["a"], {"hypothesis_template": "{0} {}"}, r"expected a text with one '\{\}'"),
-        (["a"] * 101, {}, "candidate_labels: found a list, expected a list of at most 100"),
+        (["a"] * 101, {}, "candidate_labels: found a list, expected a list of 1 to 100"),
         ([3], {}, "candidate_labels"),
     ],
 )
