@@ -9,10 +9,11 @@ PACKAGE = Path(__file__).parents[1] / "enginery"
 LIMIT = 6
 OPTIONS = "a command has a parameter for each option, from which cyclopts makes its help"
 LONGER = {
-    "cli: init": (10, OPTIONS),
+    "cli: init": (11, OPTIONS),
     "cli: inspect": (8, OPTIONS),
     "cli: run": (12, OPTIONS),
     "cli: show_provider_options": (7, OPTIONS),
+    "cli: try_out": (10, OPTIONS),
     "runtime: load_model": (12, "its keywords are the documentation of the public function"),
 }
 """Functions that take more: how many parameters, and the reason why they are no dataclass."""

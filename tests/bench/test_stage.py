@@ -41,7 +41,7 @@ def bert(exported, copied):
     return copied(exported("bert", "feature-extraction"))
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_backends_run_and_the_artifact_keeps_the_result(bert):
     before = bert.manifest
     result = bench(bert, batch="1,2", sequence="8", against="onnxruntime,pytorch")

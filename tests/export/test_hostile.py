@@ -17,6 +17,7 @@ from enginery import bench_model, export_model, validate_model
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import ArtifactError, EngineryError, SourceError, UntrustedModelError
 from enginery.core.model.confinement import stay_offline
+from enginery.core.versions import TRANSFORMERS5, transformers_family
 from tests.environments import needs_transformers5
 
 
@@ -118,10 +119,14 @@ def test_code_that_generates_is_not_loaded(tiny_model, tmp_path, marker):
         (model / name).write_text(payload(marker))
     edit(model / "generation_config.json", custom_generate="custom_generate")
     edit(model / "config.json", auto_map={"AutoModelForCausalLM": "evil.Model"})
-    artifact = export_model(str(model))
-    assert validate_model(artifact, effort="quick").passed
+    if transformers_family() == TRANSFORMERS5:
+        artifact = export_model(str(model))
+        assert validate_model(artifact, effort="quick").passed
+        assert not list(artifact.path.rglob("*.py"))
+    else:  # transformers 4 looks for the file with every model
+        with pytest.raises(UntrustedModelError, match=r"custom_generate/generate\.py"):
+            export_model(str(model))
     assert not marker.exists()
-    assert not list(artifact.path.rglob("*.py"))
 
 
 def test_kernels_of_the_hub_are_switched_off(monkeypatch):

@@ -65,7 +65,7 @@ def test_environment_that_cannot_export_is_refused_before_anything_runs(tiny_mod
         validate_model(artifact, python=bare)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @needs_optimum
 @pytest.mark.skipif(not TRANSFORMERS5, reason="TRANSFORMERS5_PYTHON names no environment")
 def test_graphs_of_one_family_are_proved_against_the_other(tiny_model):

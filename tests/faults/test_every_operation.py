@@ -27,7 +27,7 @@ OFFSET = int(os.environ.get("FAULTS_OFFSET", "0"))
 NAMES = [scenario.name for scenario in scenarios(None)]
 STEP = 20
 QUICK = ("store", "annotate", "publish", "pull")
-SLOW = ("optimize over another artifact", "predict over an older output")
+SLOW = ("optimize", "optimize over another artifact", "predict over an older output")
 FAULTS = {
     "fails once": lambda number: FailOnce(number, errno.EIO),
     "is denied once": lambda number: FailOnce(number, errno.EACCES),

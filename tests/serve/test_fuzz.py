@@ -17,6 +17,9 @@ MODELS = ("vectors", "mood", "ranker", "names", "reader", "filler", "photos", "p
 TEXT = {"name": "text", "datatype": "BYTES", "shape": [1], "data": ["warm"]}
 IDS = {"name": "input_ids", "datatype": "INT64", "shape": [1, 2], "data": [5, 6]}
 BODIES = (
+    {"inputs": ["a"] * 70},
+    {"query": "a", "documents": ["b", {"text": "c"}], "top_n": 1},
+    {"inputs": "a", "parameters": {"candidate_labels": ["b", "c"], "multi_label": True}},
     {"inputs": "The pump runs.", "normalize": True, "truncate": False, "dimensions": 4},
     {"inputs": ["a", [5, 6, 7]], "prompt_name": "", "model": "vectors"},
     {"inputs": [["a"], ["a", "b"]], "raw_scores": True, "model": "mood"},
