@@ -204,7 +204,7 @@ class Confinement:
         if isinstance(file, str | bytes | os.PathLike) and os.sep in os.fsdecode(file):
             # torch.fx compiles `<eval_with_key>.0 from /path/of/the/caller.py:17`. As a relative
             # path it would be a file of a model whose directory is the working directory.
-            if event == "compile" and os.fsdecode(file).startswith("<"):
+            if event not in ("import", "ctypes.dlopen") and os.fsdecode(file).startswith("<"):
                 return
             code_file = _resolved(file)
             if self._is_data(code_file):
