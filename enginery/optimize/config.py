@@ -56,8 +56,10 @@ class OptimizeConfig:
     @property
     def low_precision(self) -> Literal["fp16", "bf16"] | None:
         """What the graph is cast to; None for FP32."""
-        precision = self.resolved().precision
-        return precision if precision == "fp16" or precision == "bf16" else None  # noqa: PLR1714
+        match self.resolved().precision:
+            case "fp16" | "bf16" as precision:
+                return precision
+        return None
 
 
 def check_options(config: OptimizeConfig) -> None:

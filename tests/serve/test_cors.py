@@ -1,4 +1,4 @@
-"""Pages of other origins call the server only if it is told so."""
+"""A page of another origin may call the server only if an option names the origin."""
 
 import pytest
 

@@ -96,3 +96,10 @@ def test_rows_of_a_file_get_the_labels(judge, expected, tmp_path, exported):
     other = exported("bert", "feature-extraction")
     with pytest.raises(OptionError, match="'candidate_labels' is given, but the model does"):
         predict_file(other, tmp_path / "rows.jsonl", tmp_path / "no.jsonl", **options)
+
+
+def test_texts_with_their_labels_count_as_inputs(running):
+    labels = [str(number) for number in range(100)]
+    body = {"inputs": ["warm"] * 21, "parameters": {"candidate_labels": labels}}
+    response = running("POST", "/models/judge/zero-shot-classification", body)
+    assert (response.status, "2100 inputs" in json.dumps(response.json)) == (413, True)

@@ -91,6 +91,11 @@ class ClassifyOptions(TextOptions, LabelOptions):
     multi_label: bool = False
     """Judge each of `candidate_labels` by itself: several may be right."""
 
+    @property
+    def rows_per_input(self) -> int:
+        """Number of labels that each text is judged with."""
+        return len(self.candidate_labels or ()) or 1
+
 
 class LabelResults:
     """Mixin for tasks whose results are labels."""

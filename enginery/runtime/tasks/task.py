@@ -98,6 +98,11 @@ class TaskOptions(BaseModel):
         """Maximum number of items of a result; 0 for all."""
         return int(getattr(self, "top_k", 0))
 
+    @property
+    def rows_per_input(self) -> int:
+        """Number of rows that an input becomes because of the options."""
+        return 1
+
     @classmethod
     def schemas(cls) -> dict[str, dict[str, Any]]:
         """Return the JSON schema of each option, without null."""

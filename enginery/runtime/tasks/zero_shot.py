@@ -40,14 +40,16 @@ def make_pairs(texts: Sequence[str], labels: Sequence[str], template: str) -> li
         )
     if not all(label.strip() for label in labels):
         raise TaskOptionError("candidate_labels: a label is empty.", field="candidate_labels")
-    hypotheses = [template.replace("{}", label) for label in labels]
-    characters = len(labels) * sum(map(len, texts)) + len(texts) * sum(map(len, hypotheses))
+    # Before the pairs are made: a template of megabytes would be repeated for every label.
+    hypothesis_characters = len(labels) * len(template) + sum(map(len, labels))
+    characters = len(labels) * sum(map(len, texts)) + len(texts) * hypothesis_characters
     if characters > _MAX_CHARACTERS:
         raise InputError(
             f"the texts with {len(labels)} labels each have {characters:,} characters, expected "
             f"at most {_MAX_CHARACTERS:,}.",
             do="Use fewer texts, shorter ones or fewer labels.",
         )
+    hypotheses = [template.replace("{}", label) for label in labels]
     return [(text, hypothesis) for text in texts for hypothesis in hypotheses]
 
 

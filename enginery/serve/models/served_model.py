@@ -210,13 +210,15 @@ class ServedModel(ABC):
         if not self.is_serving:
             raise UnavailableError(f"{self.name}: {self.reason}.")
         count, characters = count_inputs(inputs), count_characters(inputs)
-        self._require_count(count, "inputs")
+        # With labels to choose from, each text is tokenized and run once for each of them.
+        self._require_count(count * options.rows_per_input, "inputs")
         if not self._config.truncate and getattr(options, "truncate", True) is None:
             options = options.model_copy(update={"truncate": False})
         self._requests += 1
         try:
             started = time.perf_counter()
-            cost = self._preprocess_cost(task, count, characters)
+            share = options.rows_per_input
+            cost = self._preprocess_cost(task, count * share, characters * share)
             if cost == "light":
                 work = _without_panic(partial(task.preprocess, inputs, options))
             else:

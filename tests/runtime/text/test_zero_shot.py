@@ -1,5 +1,7 @@
 """Zero-shot classification equals transformers' pipeline."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import transformers
@@ -87,6 +89,14 @@ def test_texts_have_a_limit_with_all_their_labels(judge):
     _, model = judge("last")
     with pytest.raises(InputError, match="100 labels each have"):
         model.zero_shot(["warm " * 20_000], [str(number) for number in range(100)])
+    template = "x" * 8_000_000 + "{}"
+    tracemalloc.start()
+    with pytest.raises(InputError, match="100 labels each have"):
+        model.zero_shot(
+            ["warm"], [str(number) for number in range(100)], hypothesis_template=template
+        )
+    assert tracemalloc.get_traced_memory()[1] < 50_000_000, "the hypotheses are not made first"
+    tracemalloc.stop()
     with pytest.raises(InputError, match="text 0"):
         model.zero_shot([("warm", "cold")], ["a"])
 
