@@ -10,7 +10,12 @@ from typing import Literal
 
 from enginery.core.errors import OptionError
 
-DeployProvider = Literal["auto", "cuda", "cpu", "tensorrt"]
+DeployProvider = Literal["auto", "cuda", "cpu", "tensorrt", "tensorrt-rtx"]
+TENSORRT_PROVIDERS = ("tensorrt", "tensorrt-rtx")
+"""The providers that run TensorRT's engines; their names are those of the engines' flavors."""
+TRITON_LACKS_RTX = (
+    "option 'provider' is tensorrt-rtx, but Triton's ONNX Runtime has no TensorRT for RTX."
+)
 _AUTO = "Leave out --provider for the one that the artifact is made for."
 
 
@@ -54,9 +59,9 @@ def resolve_provider(
             do=f"{_AUTO} For the CPU: enginery quantize --scheme dynamic --target cpu",
             option="provider",
         )
-    if provider == "tensorrt" and target in ("cuda", "cpu"):
+    if provider in TENSORRT_PROVIDERS and target in ("cuda", "cpu"):
         raise OptionError(
-            f"option 'provider' is tensorrt, but the artifact is {kind} for {target}: "
+            f"option 'provider' is {provider}, but the artifact is {kind} for {target}: "
             "TensorRT cannot parse its operators.",
             do=f"{_AUTO} For TensorRT: enginery optimize --target tensorrt, or enginery quantize",
             option="provider",

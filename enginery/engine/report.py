@@ -15,15 +15,20 @@ from enginery.engine.build import GraphCoverage
 from enginery.engine.profiles.buckets import LengthBuckets
 from enginery.engine.requests import RequestedEngines
 from enginery.reports.engines import BuildReport, built_engine
-from enginery.runtime.tensorrt.options import RTX
+from enginery.runtime.tensorrt.options import RTX, RTX_NOT_LISTED
 
 _FIRST_PROFILE = (
     "ONNX Runtime uses only the first profile of an engine; without --no-engine-per-profile each "
     "profile gets its own engine"
 )
 _ONLY_CLASSIC = (
-    "Triton and KServe's Triton runtime load only engines of classic TensorRT: build those with "
-    "--flavor tensorrt on the GPU that runs them"
+    "engines of TensorRT for RTX run in load_model, predict and `enginery serve`; Triton and "
+    "KServe's Triton runtime load only those of classic TensorRT: on the server's GPU, build with "
+    "--flavor tensorrt --capability current and the same profiles"
+)
+_NOT_LISTED = (
+    f"NVIDIA's support matrix of TensorRT for RTX does not list compute capability "
+    f"{RTX_NOT_LISTED} (A100, A30): on such a GPU use --flavor tensorrt, or the provider cuda"
 )
 _MAX_BARS = 60
 _HEADROOM = 1.8
@@ -52,8 +57,11 @@ def make_report(
     notes = [note for checked in profiles.values() for note in (*checked.warnings, *checked.notes)]
     if any(len(engine.record.profiles) > 1 for engine, _ in engines):
         notes.append(_FIRST_PROFILE)
-    if any(engine.record.flavor == RTX.name for engine, _ in engines):
+    for_rtx = [engine.record for engine, _ in engines if engine.record.flavor == RTX.name]
+    if for_rtx:
         notes.append(_ONLY_CLASSIC)
+    if any(RTX_NOT_LISTED in record.capabilities for record in for_rtx):
+        notes.append(_NOT_LISTED)
     if requested.buckets:
         notes.append(f"profiles from data: {requested.buckets}")
     notes += [

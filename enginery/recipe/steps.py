@@ -13,7 +13,7 @@ from typing import Any, Literal
 from enginery.bench.config import BenchConfig
 from enginery.core.errors import EngineryError, InputError, OptionError, nearest
 from enginery.deploy.kserve.options import KserveConfig
-from enginery.deploy.providers import resolve_provider
+from enginery.deploy.providers import TENSORRT_PROVIDERS, resolve_provider
 from enginery.deploy.triton.options import TritonConfig
 from enginery.engine.config import BuildConfig
 from enginery.export.config import ExportConfig
@@ -21,6 +21,7 @@ from enginery.optimize.config import OptimizeConfig
 from enginery.predict.config import PredictConfig
 from enginery.publish.config import PublishConfig
 from enginery.quantize.config import QuantizeConfig
+from enginery.runtime.tensorrt.options import FLAVORS
 from enginery.validate.config import ValidateConfig
 
 
@@ -155,8 +156,7 @@ def find_order_problem(steps: Sequence[Step]) -> tuple[int, str, str] | None:
         if problem:
             return position, *problem
         if step.stage == "build":
-            classic = step.options.flavor == "tensorrt"
-            artifact = replace(artifact, has_engine=artifact.has_engine or classic)
+            artifact = replace(artifact, engines=artifact.engines | {step.options.flavor})
         elif step.stage in ARTIFACT_STAGES:
             result = _result_of(step.stage, step.options)
             quantized = artifact.quantized or step.stage == "quantize"
@@ -177,8 +177,8 @@ class _PlannedArtifact:
     target: str = ""
     quantized: bool = False
     validated: bool = False
-    has_engine: bool = False
-    """True if there is an engine of classic TensorRT, which Triton and KServe run."""
+    engines: frozenset[str] = frozenset()
+    """The flavors of its engines."""
 
 
 def _result_of(stage: str, options: Any) -> tuple[str, str]:
@@ -269,21 +269,25 @@ def _find_provider_problem(
     artifact: _PlannedArtifact, stage: str, options: Any
 ) -> tuple[str, str] | None:
     """Return why another server cannot run the result so far as the options say."""
-    runs_plan = stage == "export-triton" and (options.backend == "tensorrt" or options.engine)
-    if not runs_plan:
+    # The flavors of which one must have been built; Triton alone can build an engine itself.
+    flavors: tuple[str, ...] = ()
+    if stage == "export-triton" and (options.backend == "tensorrt" or options.engine):
+        flavors = ("tensorrt",)
+    else:
         try:
             provider = resolve_provider(
                 options.provider, precision=artifact.precision, target=artifact.target
             )
         except OptionError as error:
             return error.message, error.do
-        # Triton can build the engine itself, `enginery serve` cannot.
         serves = stage == "export-kserve" and options.runtime == "enginery"
-        runs_plan = serves and provider == "tensorrt"
-    if runs_plan and not artifact.has_engine:
+        if serves and provider in TENSORRT_PROVIDERS:
+            flavors = TENSORRT_PROVIDERS if options.provider == "auto" else (provider,)
+    if flavors and artifact.engines.isdisjoint(flavors):
+        titles = " or ".join(FLAVORS[flavor].title for flavor in flavors)
         return (
-            f"{stage} requires an engine of classic TensorRT, and no stage builds one.",
-            "Put - build: {flavor: tensorrt} before it, or name another provider.",
+            f"{stage} requires an engine of {titles}, and no stage builds one.",
+            f"Put - build: {{flavor: {flavors[0]}}} before it, or name another provider.",
         )
     return None
 

@@ -15,6 +15,7 @@ from enginery.core.artifact.artifact import Artifact, commit_artifact
 from enginery.core.errors import ArtifactError, OptionError, RejectedArtifactError
 from enginery.deploy.kserve.options import SCHEMES, KserveConfig
 from enginery.deploy.kserve.stage import service_name
+from enginery.deploy.triton.options import TritonConfig
 from enginery.serve.config import ServeConfig
 from tests.core.artifacts import made_for, make, verdict
 from tests.engine.made import with_engines
@@ -198,6 +199,11 @@ def test_tensorrt_needs_an_engine_except_in_triton(exported, tmp_path):
     for artifact in (plain, of_rtx):
         with pytest.raises(ArtifactError, match=r"has no engine of TensorRT 10, found (none|\w+-)"):
             export_kserve(artifact, tmp_path / "out", **options)
+    options["provider"] = "tensorrt-rtx"
+    with pytest.raises(ArtifactError, match=r"no engine of TensorRT for RTX 1, found none") as e:
+        export_kserve(plain, tmp_path / "out", **options)
+    assert "on any machine, enginery build" in e.value.do
+    options["provider"] = "tensorrt"
     assert not (tmp_path / "out").exists()
     built = with_engines(plain, tmp_path / "classic", CLASSIC)
     assert export_kserve(built, tmp_path / "out", **options).path.is_file()
@@ -220,9 +226,38 @@ def test_provider_follows_from_the_artifact(artifact, tmp_path, runtime):
         found = export_kserve(for_tensorrt, tmp_path / "out", **options).path.read_text()
         assert "nvidia.com/gpu" in found
     else:
-        with pytest.raises(ArtifactError, match=r"has no engine of TensorRT 10, found none"):
+        expected = r"has no engine of TensorRT 10 or TensorRT for RTX 1, found none"
+        with pytest.raises(ArtifactError, match=expected):
             export_kserve(for_tensorrt, tmp_path / "out", **options)
         assert "--providers=cuda" in export_kserve(artifact, tmp_path, **options).path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("flavors", "provider", "chosen"),
+    [
+        (({},), "tensorrt-rtx", "tensorrt-rtx"),
+        (({},), "auto", "tensorrt-rtx"),
+        (({}, CLASSIC), "auto", "tensorrt"),
+        ((CLASSIC,), "auto", "tensorrt"),
+        (({}, CLASSIC), "tensorrt-rtx", "tensorrt-rtx"),
+    ],
+)
+def test_provider_is_the_flavor_of_an_engine(exported, tmp_path, flavors, provider, chosen):
+    int8 = made_for(exported("bert", "fill-mask"), tmp_path / "int8")
+    built = with_engines(int8, tmp_path / "built", *flavors)
+    found = export_kserve(
+        built, tmp_path / "out", storage_uri=URI, image=IMAGE, provider=provider
+    ).path.read_text()
+    check(yaml.safe_load(found))
+    assert f"--providers={chosen}\n" in found
+    assert "nvidia.com/gpu" in found
+
+
+def test_triton_has_no_tensorrt_for_rtx(manifest):
+    with pytest.raises(OptionError, match=r"Triton's ONNX Runtime has no TensorRT for RTX"):
+        manifest(runtime="triton", provider="tensorrt-rtx")
+    with pytest.raises(OptionError, match=r"Triton's ONNX Runtime has no TensorRT for RTX"):
+        TritonConfig(provider="tensorrt-rtx")
 
 
 def test_changed_artifact_is_an_error_even_if_it_is_already_open(artifact, tmp_path):

@@ -223,6 +223,13 @@ BROKEN = {
         "no stage builds one",
         "build: {flavor: tensorrt}",
     ),
+    "KServe with the engine of another flavor": (
+        HEAD + EXPORT + "  - build: {flavor: tensorrt-rtx, capability: 8.9}\n"
+        "  - export-kserve: {out: k, storage_uri: s3://a/b, image: i, provider: tensorrt}\n",
+        6,
+        "requires an engine of TensorRT, and no stage builds one",
+        "build: {flavor: tensorrt}",
+    ),
     # options that do not go together, budgets, limits
     "FP8 for a GPU without": (
         HEAD + EXPORT + "  - quantize:\n      data: reviews.csv\n      scheme: fp8\n"

@@ -25,7 +25,7 @@ from tests.serve.test_service import serving
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "docs/deploy"
-DOCKERFILES = ("Dockerfile.cpu", "Dockerfile.cuda")
+DOCKERFILES = ("Dockerfile.cpu", "Dockerfile.cuda", "Dockerfile.tensorrt-rtx")
 OPTIONS = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(ServeConfig)}
 HEALTH = {"/v2/health/live", "/v2/health/ready"}
 

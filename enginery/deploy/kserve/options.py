@@ -9,7 +9,7 @@ from typing import Literal
 
 from enginery.core.errors import OptionError, join_problems, nearest
 from enginery.core.paths import is_portable_name
-from enginery.deploy.providers import DeployProvider
+from enginery.deploy.providers import TENSORRT_PROVIDERS, TRITON_LACKS_RTX, DeployProvider
 
 Runtime = Literal["enginery", "triton"]
 
@@ -76,9 +76,10 @@ class KserveConfig:
     """Container image, required for enginery, see docs/deploy. For Triton, empty for KServe's
     image, which lacks enginery for the ensemble's Python models."""
     provider: DeployProvider = "auto"
-    """Execution provider; `auto` is tensorrt for static INT8 and FP8, cpu for what was made for
-    it, else cuda. With cpu no GPU is requested; with tensorrt, the runtime enginery needs an engine
-    in the artifact."""
+    """Execution provider; `auto` is tensorrt for static INT8 and FP8, or tensorrt-rtx if only
+    that flavor has an engine in the artifact, cpu for what was made for it, else cuda. With cpu no
+    GPU is requested. The runtime enginery needs an engine in the artifact for tensorrt and
+    tensorrt-rtx; Triton has no tensorrt-rtx."""
     gpus: int = 1
     """GPUs per replica; not used with provider cpu."""
     cpu: str = "2"
@@ -126,8 +127,8 @@ class KserveConfig:
         if self.runtime == "enginery" and not self.image:
             yield OptionError(
                 "option 'image' is empty, but the runtime enginery needs an image.",
-                do="Build one with docs/deploy/Dockerfile.cuda or Dockerfile.cpu, and pass it: "
-                "--image registry/enginery-serve:cuda",
+                do="Build one with a Dockerfile of docs/deploy, and pass it: --image "
+                "registry/enginery-serve:cuda",
                 option="image",
             )
 
@@ -144,11 +145,18 @@ class KserveConfig:
                 f"{self.min_replicas}.",
                 option="max_replicas",
             )
-        if self.provider in ("cuda", "tensorrt") and not self.gpus:
+        if self.provider in ("cuda", *TENSORRT_PROVIDERS) and not self.gpus:
             yield OptionError(
                 f"option 'gpus' is 0, but provider '{self.provider}' needs a GPU.",
                 do="Pass --provider cpu, or --gpus 1.",
                 option="gpus",
+            )
+        if self.provider == "tensorrt-rtx" and self.runtime == "triton":
+            yield OptionError(
+                TRITON_LACKS_RTX,
+                do="Leave out --runtime, or build with --flavor tensorrt on the server's GPU and "
+                "pass --provider tensorrt.",
+                option="provider",
             )
         if self.provider == "cpu" and self.gpus > 1:  # 1 is the default
             yield OptionError(

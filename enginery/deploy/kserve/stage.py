@@ -25,10 +25,10 @@ from enginery.core.table import Table
 from enginery.core.temporary import write_atomically
 from enginery.deploy.kserve.manifest import MADE_BY, inference_service, is_image, manifest_text
 from enginery.deploy.kserve.options import MAX_CHARACTERS_KNATIVE, KserveConfig
-from enginery.deploy.providers import resolve_provider
+from enginery.deploy.providers import TENSORRT_PROVIDERS, DeployProvider, resolve_provider
 from enginery.runtime.engines.selection import read_engines
 from enginery.runtime.tasks import manifest_task, supported_tasks
-from enginery.runtime.tensorrt.options import CLASSIC
+from enginery.runtime.tensorrt.options import CLASSIC, RTX, get_flavor
 
 FILE = "inferenceservice.yaml"
 _GIB = 1 << 30
@@ -89,9 +89,9 @@ def run(
         target=artifact.manifest.target,
         kind=artifact.manifest.describe_precision(),
     )
+    if provider in TENSORRT_PROVIDERS and config.runtime == "enginery":
+        provider = _provider_with_engine(artifact, config.provider)
     config = replace(config, provider=provider)
-    if config.provider == "tensorrt" and config.runtime == "enginery":
-        _require_engine(artifact)
     source = portable_name(artifact.manifest.source.name)
     name = config.name or service_name(source)
     model = config.model_name or source
@@ -137,22 +137,44 @@ def _memory(artifact: Artifact, config: KserveConfig) -> str:
     size_bytes = sum(
         record.size_bytes
         for name, record in manifest.files.items()
-        if name in graphs or (name.startswith(f"{ENGINES}/") and config.provider == "tensorrt")
+        if name in graphs
+        or (name.startswith(f"{ENGINES}/") and config.provider in TENSORRT_PROVIDERS)
     )
     return f"{math.ceil((_GIB + 3 * size_bytes) / _GIB)}Gi"
 
 
-def _require_engine(artifact: Artifact) -> None:
-    """Raise ArtifactError without an engine of classic TensorRT: `enginery serve` builds none."""
+def _provider_with_engine(artifact: Artifact, provider: DeployProvider) -> DeployProvider:
+    """Return the provider that runs the artifact's engines: `enginery serve` builds none.
+
+    Args:
+        artifact: the artifact.
+        provider: the option; `auto` takes classic TensorRT if there are engines of both flavors,
+            because those were built on a GPU like the server's.
+
+    Raises:
+        ArtifactError: the artifact has no engine for the provider.
+    """
     engines = read_engines(artifact)
     graphs = {graph.file for graph in artifact.manifest.graphs}
-    if any(e.record.flavor == CLASSIC.name and e.record.graph in graphs for e in engines):
-        return
+    built = {engine.record.flavor for engine in engines if engine.record.graph in graphs}
+    flavors = (CLASSIC, RTX) if provider == "auto" else (get_flavor(provider),)
+    for flavor in flavors:
+        if flavor.name in built:
+            return flavor.name
+    titles = " or ".join(f"{flavor.title} {flavor.major}" for flavor in flavors)
     engine_names = ", ".join(engine.name for engine in engines) or "none"
+    remedies = [
+        f"on a GPU of the cluster's type, enginery build {artifact.path} --flavor {CLASSIC.name} "
+        "--capability current",
+        f"on any machine, enginery build {artifact.path} --capability with one of "
+        f"{', '.join(RTX.capabilities)}",
+    ]
+    do = " Or ".join(
+        remedy for flavor, remedy in zip((CLASSIC, RTX), remedies, strict=True) if flavor in flavors
+    )
     raise ArtifactError(
-        f"{artifact.path} has no engine of {CLASSIC.title} {CLASSIC.major}, found {engine_names}.",
-        do=f"Build one on a GPU of the cluster's type: enginery build {artifact.path} --flavor "
-        f"{CLASSIC.name} --capability current",
+        f"{artifact.path} has no engine of {titles}, found {engine_names}.",
+        do=f"Build one {do}.",
     )
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from enginery.core.errors import OptionError, join_problems
 from enginery.core.paths import is_portable_name
-from enginery.deploy.providers import DeployProvider
+from enginery.deploy.providers import TRITON_LACKS_RTX, DeployProvider
 
 Backend = Literal["onnxruntime", "tensorrt"]
 _OTHERS = ("cuda", "cpu")
@@ -76,6 +76,13 @@ class TritonConfig:
             raise join_problems(problems)
 
     def _problems(self) -> Iterator[OptionError]:
+        if self.provider == "tensorrt-rtx":
+            yield OptionError(
+                TRITON_LACKS_RTX,
+                do="For Triton, build on the server's GPU: enginery build ARTIFACT --flavor "
+                "tensorrt --capability current. Engines for RTX run in `enginery serve`.",
+                option="provider",
+            )
         if self.name and not is_portable_name(self.name):
             yield OptionError(
                 f"option 'name' is {self.name!r}, expected at most 128 letters, digits, '.', '_' "

@@ -50,7 +50,7 @@ _TESTED = {
 """Versions of ONNX Runtime's builds, as in the extras of pyproject.toml."""
 
 MIN_DRIVER = "580"  # for CUDA 13, docs.nvidia.com/deploy/cuda-compatibility
-_RTX_GPUS = "TensorRT for RTX runs on compute capability 7.5, 8.0, 8.6, 8.9, 12.0 and 12.1."
+_RTX_GPUS = "NVIDIA lists compute capability 7.5, 8.6, 8.9, 12.0 and 12.1 for TensorRT for RTX."
 _CUDNN = "libcudnn.so.9"
 _RTX_MODULE = "onnxruntime_ep_nv_tensorrt_rtx"
 _NO_FILES = "most files of the module are missing"

@@ -72,6 +72,10 @@ RTX = Flavor(
 )
 """Version 1.7. Source of the capabilities: its support matrix and its `ComputeCapability`."""
 
+RTX_NOT_LISTED = "8.0"
+"""The capability, that of A100 and A30, which TensorRT for RTX builds for, but which NVIDIA's
+support matrix does not list among those that it runs on."""
+
 CLASSIC = Flavor(
     name="tensorrt",
     title="TensorRT",
