@@ -7,7 +7,7 @@ found without a bisection of the graph.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from enginery.runtime.onnxruntime.tracing import GraphTracer
 
 # The number of inner tensors that are compared in one run.
 _GROUP = 64
+_LAYERS = ("MatMul", "Gemm", "Conv", "ConvTranspose")
 
 
 @dataclass(frozen=True)
@@ -69,23 +70,7 @@ def find_divergences(
         for value in node.outputs
         if value.dtype == FLOAT and value.name in simulated_names
     ]
-    errors: dict[str, float] = {}
-    types = input_types(simulated)
-    # All inner tensors together may take far more memory than the model.
-    for start in range(0, len(names), _GROUP):
-        group = names[start : start + _GROUP]
-        with GraphTracer(fp32, group) as trace:
-            expected = {name: drop_padding(array, feeds) for name, array in trace(feeds).items()}
-        with GraphTracer(simulated, group) as trace:
-            actual = {
-                name: drop_padding(array, feeds)
-                for name, array in trace(cast_feeds(feeds, types)).items()
-            }
-        errors |= {
-            name: relative_error(actual[name], expected[name])
-            for name in group
-            if expected[name].dtype.kind == "f"
-        }
+    errors = _relative_errors(fp32, simulated, names, feeds)
     candidates = []
     for node in nodes:
         inputs = [value.name for value in node.inputs if value is not None]
@@ -105,6 +90,51 @@ def find_divergences(
     # Behind a node that adds an error, errors are large, too: what counts is what a node adds.
     added = [c for c in candidates if c.error > c.before and math.isfinite(c.error)]
     return sorted(added, key=lambda c: c.before - c.error)
+
+
+def measure_layer_errors(fp32: Path, simulated: Path, feeds: Feeds) -> dict[str, float]:
+    """Return the relative error of each matrix product and convolution, in graph order.
+
+    The error of a layer contains that of the layers before it. Layers inside of an If or a Loop,
+    and those whose error is not finite, are left out.
+
+    Args:
+        fp32: the FP32 graph.
+        simulated: the graph that simulates the cast.
+        feeds: one batch.
+    """
+    cast_names = {value.name for node in read_graph(simulated).graph for value in node.outputs}
+    layers = {
+        node.outputs[0].name or "": node.name or ""
+        for node in read_graph(fp32).graph
+        if node.op_type in _LAYERS and node.outputs[0].name in cast_names
+    }
+    errors = _relative_errors(fp32, simulated, list(layers), feeds)
+    return {layers[name]: error for name, error in errors.items() if math.isfinite(error)}
+
+
+def _relative_errors(
+    fp32: Path, simulated: Path, names: Sequence[str], feeds: Feeds
+) -> dict[str, float]:
+    """Return the relative error of each float tensor of these names."""
+    errors: dict[str, float] = {}
+    types = input_types(simulated)
+    # All inner tensors together may take far more memory than the model.
+    for start in range(0, len(names), _GROUP):
+        group = names[start : start + _GROUP]
+        with GraphTracer(fp32, group) as trace:
+            expected = {name: drop_padding(array, feeds) for name, array in trace(feeds).items()}
+        with GraphTracer(simulated, group) as trace:
+            actual = {
+                name: drop_padding(array, feeds)
+                for name, array in trace(cast_feeds(feeds, types)).items()
+            }
+        errors |= {
+            name: relative_error(actual[name], expected[name])
+            for name in group
+            if expected[name].dtype.kind == "f"
+        }
+    return errors
 
 
 def relative_error(actual: NDArray[Any], expected: NDArray[Any]) -> float:

@@ -36,7 +36,7 @@ from enginery.optimize.comparison import (
     run_on_batches,
 )
 from enginery.optimize.config import OptimizeConfig
-from enginery.optimize.divergence import Divergence, find_divergences
+from enginery.optimize.divergence import Divergence, find_divergences, measure_layer_errors
 from enginery.optimize.inputs import RangeFeeds
 from enginery.passes.cast.cast import CastResult, cast_graph
 from enginery.passes.cast.overflow import Fp32Node, find_fp32_nodes, mask_floor
@@ -85,6 +85,9 @@ class GuardRecord:
     unrepaired: list[Divergence] = field(default_factory=list)
     """The nodes at which the graphs still diverge after the last round."""
     data_files: tuple[str, ...] = ()
+    layer_errors: dict[str, float] = field(default_factory=dict)
+    """Matrix products and convolutions, in graph order -> the relative error of the output on one
+    batch. It contains the errors of the layers before."""
 
     @property
     def passed(self) -> bool:
@@ -197,6 +200,10 @@ def cast_guarded(
         rounds, agreements, unrepaired = _repair(
             cast, ranges, fp32_nodes, scratch / "simulated.onnx", progress
         )
+        layer_errors: dict[str, float] = {}
+        if feeds.batches:  # one shows how the errors grow from layer to layer
+            simulated = scratch / "simulated.onnx"
+            layer_errors = measure_layer_errors(fp32, simulated, feeds.batches[0])
         result, data_files = cast.write(fp32_nodes, out)
     not_run = ""
     if precision == "fp16":
@@ -227,6 +234,7 @@ def cast_guarded(
         not_run=not_run,
         unrepaired=unrepaired,
         data_files=data_files,
+        layer_errors=layer_errors,
     )
 
 

@@ -29,9 +29,10 @@ from enginery.optimize.config import OptimizeConfig, check_options
 from enginery.optimize.graphs import OptimizedGraphs, optimize_graphs, require_low_nodes
 from enginery.optimize.guard import GuardRecord, describe_origin
 from enginery.reports.base import Report
+from enginery.reports.layer_errors import save_layer_errors
 
 STAGE = "optimize"
-STAGE_VERSION = "8"
+STAGE_VERSION = "9"
 """Incremented when the same inputs yield another artifact; part of the fingerprint."""
 TOOLS = ("onnx", "onnx-ir", "onnxscript", "numpy", "tokenizers")
 
@@ -129,6 +130,11 @@ def run(
         )
         (directory / REPORTS).mkdir()
         (directory / REPORT).write_bytes(report.to_json())
+        save_layer_errors(
+            directory / REPORTS,
+            {name: e for record in report.graphs for name, e in record.layer_errors.items()},
+            meaning="relative error, with that of earlier layers",
+        )
         stage = StageRecord.of(
             key,
             config,

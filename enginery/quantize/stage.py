@@ -73,12 +73,13 @@ from enginery.quantize.job import QuantizeJob, QuantizeResult, scheme_from_confi
 from enginery.quantize.report import QuantizedGraph, make_report, save_curve
 from enginery.quantize.source_graph import SourceGraph, require_calibratable
 from enginery.quantize.trial import build_trials, check_trial_options
+from enginery.reports.layer_errors import save_layer_errors
 from enginery.reports.quantization import EngineTrial, QuantizationReport
 from enginery.runtime.decoder_graphs import answer_graph, find_encoder_decoder, input_graph
 from enginery.runtime.machine import read_cpuinfo, usable_cpus
 
 STAGE = "quantize"
-STAGE_VERSION = "16"
+STAGE_VERSION = "17"
 """Incremented when the same inputs give a different artifact; part of the fingerprint."""
 
 REPORT = f"{REPORTS}/{QuantizationReport.FILE}"
@@ -276,6 +277,12 @@ def _quantize_static(job: QuantizeJob) -> QuantizeResult:
             notes.append(NOT_DRAWN)
     (job.directory / REPORTS / RANGES).write_bytes(cache.to_json())
     report = make_report(job, quantized, answers, cache, notes)
+    errors = report.layer_errors or report.builtin_layer_errors
+    save_layer_errors(
+        job.directory / REPORTS,
+        {name: measured.error for name, measured in errors.items()},
+        meaning="relative error of the layer alone",
+    )
     return QuantizeResult(tuple(graph.record for graph in quantized), report, notes)
 
 

@@ -447,10 +447,20 @@ class BenchResult(Report):
             rows = [{**row, "accuracy": accuracies.get(row["backend"], NOTHING)} for row in rows]
         return rows
 
-    def comparison_rows(self) -> list[Row]:
-        """Return a row for each pair at each shape."""
+    def comparison_rows(self, reference: str = "") -> list[Row]:
+        """Return a row for each pair at each shape.
+
+        Args:
+            reference: a backend, for the pairs with it whose ratios are clear; empty for all pairs.
+        """
         shaped = [(case.shape, c) for case in self.cases for c in case.comparisons]
         shaped += [("all", c) for c in self.images.comparisons] if self.images else []
+        if reference:
+            shaped = [
+                (shape, c)
+                for shape, c in shaped
+                if reference in (c.contender, c.base) and is_clear_ratio(c.speedup, c.interval)
+            ]
         head = self.cases[0].dims if self.cases else "images"
         busy = "; on a busy machine" if is_overloaded(self.machine) else ""
         return [

@@ -77,6 +77,11 @@ def test_tensorrt_fp16_has_standard_ops_fp32_edges_and_a_record(exported, optimi
     assert report["graphs"][0]["largest"] > 0
     error = np.abs(answers(artifact)["logits"] - answers(source)["logits"]).max()
     assert error < report["graphs"][0]["agreements"][0]["limit"]
+    layers = report["graphs"][0]["layer_errors"]
+    products = [node.name for node in model.graph.node if node.op_type in ("MatMul", "Gemm")]
+    assert list(layers) == products, "every product, in graph order"
+    assert all(0 < error < 0.01 for error in layers.values()), "FP16's rounding"
+    assert (artifact.path / "reports/layer-errors.svg").is_file()
 
 
 def test_interface_is_fp16_with_io_dtype_same(exported, optimized):

@@ -24,7 +24,7 @@ from pathlib import Path, PurePath, PureWindowsPath
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from enginery.bench.config import BenchConfig
-from enginery.bench.report.curves import FIGURES, caption, draw_figures, height_of
+from enginery.bench.report.curves import FIGURES, caption, draw_figures, height_of, reference_of
 from enginery.bench.report.summary import Summary, summarize
 from enginery.core.artifact.artifact import MANIFEST, REPORTS, Artifact
 from enginery.core.artifact.manifest import Manifest
@@ -45,6 +45,7 @@ from enginery.reports.artifact import (
 from enginery.reports.base import Report, named_versions
 from enginery.reports.benchmark import BenchResult, gpu_names
 from enginery.reports.engines import BuildReport, engine_rows
+from enginery.reports.layer_errors import FILE as LAYER_ERRORS
 from enginery.reports.quantization import QuantizationReport
 from enginery.reports.validation import ValidationReport
 
@@ -150,6 +151,9 @@ def _page(
         stages=stage_rows(manifest) if manifest else [],
         stage_options=option_rows(manifest) if manifest else [],
         engine_rows=engine_rows(engines.engines) if engines else [],
+        other_inputs=_other_inputs(validation, quantization),
+        reference=reference_of(result) if result else "",
+        clear_comparisons=result.comparison_rows(reference_of(result)) if result else [],
         bench_options=_bench_options(result) if result else "none",
         tables={table.title: table.rows for table in result.tables()} if result else {},
         notes=[*result.lines()[1:], *([] if can_draw() else [NOT_DRAWN])] if result else [],
@@ -159,10 +163,29 @@ def _page(
         if result
         else [],
         curve=_stored_figure(path, "quantization.svg", "Accuracy against the quantized share"),
+        layer_errors=_stored_figure(
+            path,
+            LAYER_ERRORS,
+            "Error of each layer against FP32 on the same inputs, in the order of the graph",
+        ),
         lengths=_stored_figure(
             path, "lengths.svg", "Lengths of the data and the profiles' buckets"
         ),
     )
+
+
+def _other_inputs(
+    validation: ValidationReport | None, quantization: QuantizationReport | None
+) -> list[str]:
+    """Say why the two stages have different cosines; nothing if one of them has none."""
+    if not validation or not validation.accuracy or not quantization or not quantization.accuracy:
+        return []
+    measured, found = quantization.accuracy, validation.accuracy.found
+    return [
+        f"quantize measured a mean cosine of {measured.cosine:.4f} on {measured.rows} held-out "
+        f"rows, validate one of {found.cosine:.4f} on {found.rows} real inputs of its own: "
+        "the inputs are others, so the two numbers differ"
+    ]
 
 
 def _title(manifest: Manifest | None, summary: Summary) -> str:

@@ -21,13 +21,16 @@ from enginery.reports.benchmark import (
     SubjectRecord,
     describe_ratio,
     format_ratio,
+    gpu_names,
     is_clear_ratio,
     is_overloaded,
 )
 from enginery.reports.validation import ErrorUse, ValidationReport
+from enginery.runtime.providers.known import short_name
 
 _FP32 = "fp32"
 _BYTES_OF_FP32 = 4
+_CPU = "the CPU"
 VERDICTS = {"passed": "passed", "failed": "failed", "none": "not validated"}
 
 
@@ -188,6 +191,7 @@ def _speed(models: Sequence[Model], result: BenchResult | None) -> Measure:
     base = _fp32_backend(models, result)
     names = list(dict.fromkeys(filter(None, [base, *(model.backend for model in measured)])))
     title, speeds, comparisons = _speeds(result, names)
+    device = _device(result, names)
     labels = {model.backend: _name(model, models) for model in measured}
     if base:
         labels.setdefault(base, "PyTorch, FP32")
@@ -207,7 +211,23 @@ def _speed(models: Sequence[Model], result: BenchResult | None) -> Measure:
         notes = ["Nothing in FP32 was measured beside it. Run: enginery bench --against pytorch"]
     if is_overloaded(result.machine):
         notes.append("The machine was busy.")
-    return Measure(title, _scaled(bars), notes)
+    targets = {subject["target"] for subject in result.subjects} & {"tensorrt", "cuda"}
+    if device == _CPU and targets:
+        made_for = " and ".join(sorted(targets))
+        notes.append(f"Made for {made_for}; the speed on a GPU was not measured.")
+    return Measure(f"{title}, on {device}", _scaled(bars), notes)
+
+
+def _device(result: BenchResult, names: Sequence[str]) -> str:
+    """Return what these backends ran on: the CPU, the GPUs' names, or the providers."""
+    on = {
+        short_name(record.providers[0]["name"])
+        if record.providers
+        else str(record.facts.get("device", "cpu"))
+        for record in result.contenders
+        if record.name in names
+    }
+    return _CPU if on <= {"cpu"} else gpu_names(result.machine) or ", ".join(sorted(on))
 
 
 def _fp32_backend(models: Sequence[Model], result: BenchResult) -> str:

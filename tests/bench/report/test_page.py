@@ -16,6 +16,7 @@ from enginery.bench.report.page import write_report
 from enginery.core.errors import ArtifactError
 from enginery.core.figures import figure_svg
 from enginery.reports.engines import BuildReport
+from enginery.reports.quantization import QuantizationReport
 from enginery.runtime.onnxruntime.session import Advice
 from tests.bench.chromium import Chromium, find_chromium
 from tests.bench.sample_results import (
@@ -71,7 +72,7 @@ def drawn(tmp_path):
     artifact = artifact.annotate(removed=["reports/benchmark.json"])  # tests write their own
     advice = Advice("threads", "too many", "9 threads on 4 cores", "Pass --threads 4.")
     save_result(artifact.path, replace(make_sweep_result(), advice=[advice]))
-    for name in ("quantization.svg", "lengths.svg"):
+    for name in ("quantization.svg", "lengths.svg", "layer-errors.svg"):
         (artifact.path / "reports" / name).write_text("<svg></svg>")
     return artifact
 
@@ -103,7 +104,7 @@ def test_page_shows_all_reports_loads_nothing_and_is_reproducible(drawn):
     assert {"last_hidden_state", "failed", "export"} <= words
     assert "opset=20" in text
     assert "2.00x as fast (2.00x to 2.00x)" in words
-    assert outline.tags.count("img") == 4 + 2
+    assert outline.tags.count("img") == 4 + 3
     assert outline.words.index("Summary") < outline.words.index("Model", 20)
     assert all(link.startswith(("#", "data:")) for link in outline.links)
     assert not {"script", "svg", "iframe"} & set(outline.tags)
@@ -115,6 +116,28 @@ def test_page_shows_all_reports_loads_nothing_and_is_reproducible(drawn):
         "throughput.svg",
         "speedup.svg",
     } <= figures
+
+
+def test_comparisons_that_are_unclear_or_of_other_pairs_are_folded(artifact):
+    result = make_sweep_result()
+    first, *others = result.cases
+    unclear = [replace(c, interval=None, words="too few rounds") for c in first.comparisons]
+    result = replace(result, cases=[replace(first, comparisons=unclear), *others])
+    save_result(artifact.path, result)
+    text = write_report(artifact.path).read_text()
+    short, _, folded = text.partition("<h3>Comparison</h3>")[2].partition("<details>")
+    assert short.count("<tr><td") == 8 * 2, "eight shapes, two pairs with PyTorch"
+    assert "too few rounds" not in short
+    assert folded.partition("</details>")[0].count("<tr><td") == 9 * 3
+
+
+def test_page_says_why_two_stages_have_other_cosines(artifact):
+    words = "the inputs are others, so the two numbers differ"
+    assert words in write_report(artifact.path).read_text()
+    report = QuantizationReport.below(artifact.path)
+    without = replace(report, accuracy=None).to_json()
+    artifact.annotate(reports={"reports/quantization.json": without})
+    assert words not in write_report(artifact.path).read_text()
 
 
 def test_page_has_no_path_of_the_machine(artifact, tmp_path):
@@ -263,7 +286,7 @@ def test_page_names_a_huge_figure_and_shows_the_rest(artifact):
         stream.truncate(2**22 + 1)
     outline = Outline(write_report(artifact.path).read_text())
     assert "reports/lengths.svg cannot be read: it has more than 4 MiB" in " ".join(outline.words)
-    assert outline.tags.count("img") == 1
+    assert outline.tags.count("img") == 2
 
 
 def test_page_without_matplotlib(tmp_path, monkeypatch):

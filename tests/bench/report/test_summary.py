@@ -58,7 +58,7 @@ def test_models_are_compared_with_fp32():
         "small (int8): mean cosine 0.9990, at least 0.9980 allowed",
         "not validated: fp32",
     ]
-    assert speed.title == "Speed at batch 8, sequence 128"
+    assert speed.title == "Speed at batch 8, sequence 128, on the CPU"
     assert bars_of(speed) == [
         ("PyTorch, FP32", "200.0 inputs/s", 0.125, True),
         ("fp32", "400.0 inputs/s", 0.25, False),
@@ -99,6 +99,29 @@ def test_ratio_without_a_narrow_interval_is_unclear(interval, words):
     (found,) = case.comparisons
     cases = [replace(case, comparisons=[replace(found, interval=interval)])]
     assert summarize(None, None, replace(result, cases=cases)).measures[2].notes == [words]
+
+
+@pytest.mark.parametrize(
+    ("provider", "gpus", "device"),
+    [
+        ("CPUExecutionProvider", [], "the CPU"),
+        ("CUDAExecutionProvider", [{"name": "NVIDIA L4"}], "NVIDIA L4"),
+        ("OpenVINOExecutionProvider", [], "openvino"),
+    ],
+)
+def test_speed_names_its_device(provider, gpus, device):
+    result = make_comparison({"m: enginery": 5.0}, pairs=[], precisions={"m": "fp16"})
+    contenders = [
+        replace(record, providers=[{"name": provider, "reason": "requested"}])
+        for record in result.contenders
+    ]
+    machine = {**result.machine, "gpus": gpus}
+    subjects = [{**subject, "target": "tensorrt"} for subject in result.subjects]
+    result = replace(result, contenders=contenders, machine=machine, subjects=subjects)
+    speed = summarize(None, None, result).measures[2]
+    assert speed.title == f"Speed at batch 8, sequence 128, on {device}"
+    elsewhere = "Made for tensorrt; the speed on a GPU was not measured." in speed.notes
+    assert elsewhere == (device == "the CPU")
 
 
 def test_what_was_not_measured_is_said_with_the_command():
