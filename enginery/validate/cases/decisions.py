@@ -606,9 +606,10 @@ def _feeds_with_ids(
     record: GraphRecord, ids: Sequence[int], limits: FeedLimits, seed: int
 ) -> Feeds:
     """Return inputs of up to 8 rows that hold some ids, and others beside a few of them."""
-    longest = min(_TABLE_LENGTH, limits.max_positions)
     dims = dynamic_dims(record.inputs)
-    length = longest
+    # Past and present share the positions, and the past gets one.
+    cached = 1 if any(dim.startswith(PAST) for dim in dims) else 0
+    length = max(1, min(_TABLE_LENGTH, limits.max_positions - cached))
     rows = max(2, -(-len(ids) // max(1, length - 2)))
     sizes = {
         dim: rows
@@ -618,7 +619,7 @@ def _feeds_with_ids(
         else (fixed_size(dim, limits) or 1)
         for dim in dims
     }
-    sizes |= {dim: 1 for dim in dims if dim.startswith("past_")}
+    sizes |= {dim: cached for dim in dims if dim.startswith(PAST)}
     feeds = make_feeds(record.inputs, sizes, limits, seed=seed)
     for spec in record.inputs:
         if spec.name.endswith("input_ids") and feeds[spec.name].ndim == 2:

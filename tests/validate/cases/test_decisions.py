@@ -1,12 +1,14 @@
 """The sizes and ids at which a graph changes what it does are read off its control part."""
 
+from dataclasses import replace
+
 import onnx
 import pytest
 
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.shapes import TensorSpec
-from enginery.validate.cases.decisions import find_decisions
+from enginery.validate.cases.decisions import Decisions, find_decisions
 from tests.tiny import with_more
 from tests.validate.faults.graph_editor import GraphEditor
 from tests.validate.faults.sizes import ENCODER, IDS
@@ -148,13 +150,24 @@ def test_graph_without_decisions_has_none(tmp_path):
 
 
 def test_large_batches_are_for_onnx_runtime_alone():
-    from enginery.validate.cases.decisions import Decisions
-
     decisions = Decisions([{"batch": 4, "sequence": 8}, {"batch": 1000, "sequence": 500}])
     (case,) = decisions.cases(RECORD, LIMITS, seed=0)
     feeds = case.make()
     assert feeds["attention_mask"].sum(axis=1).tolist() == [8, 7, 4, 1]
     assert (feeds["input_ids"][feeds["attention_mask"] == 0] == LIMITS.pad_token_id).all()
+
+
+@pytest.mark.parametrize("positions", [1, 2, 10])
+def test_ids_and_a_cache_share_the_positions(positions):
+    key = TensorSpec("past_key_values.0.key", "float32", ("batch", 2, "past_sequence", 4))
+    inputs = (RECORD.inputs[0], key)
+    limits = replace(LIMITS, max_positions=positions, position_limit=positions)
+    record = RECORD.model_copy(update={"inputs": inputs})
+    (case,) = Decisions(ids=[1]).cases(record, limits, seed=0)
+    feeds = case.make()
+    assert feeds["input_ids"].shape[1] == max(1, positions - 1)
+    assert feeds["past_key_values.0.key"].shape[2] == 1
+    assert (feeds["input_ids"] == 1).any()
 
 
 def test_cases_of_a_quantized_graph_have_several_rows(sound):
