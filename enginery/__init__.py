@@ -12,6 +12,7 @@ Names are loaded on first use: `import enginery` is free.
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from enginery.recipe import Recipe
     from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 
+# ONNX Runtime's wheels send telemetry, and on Linux write an identifier into the user's cache,
+# unless this is set before they are imported. A value that the user has set stays.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 __all__ = [
     "Artifact",

@@ -1,5 +1,6 @@
 """What the quick commands do not import."""
 
+import os
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -53,6 +54,27 @@ def test_help_and_usage_errors_import_nothing_heavy(words):
         f"print('heavy:', *sorted(set({HEAVY}) & set(sys.modules)))\n"
     )
     assert found.splitlines()[-1].split() == ["heavy:"]
+
+
+def test_onnxruntime_writes_no_identifier_for_telemetry(tmp_path):
+    # It writes none in continuous integration, which it tells by variables of this kind.
+    kept = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
+    environment = {name: os.environ[name] for name in kept if name in os.environ}
+    code = (
+        "import enginery, onnxruntime, onnx.parser\n"
+        "model = onnx.parser.parse_model('<ir_version: 10, opset_import: [\"\": 20]>'"
+        "' g (float[1] x) => (float[1] y) { y = Neg (x) }')\n"
+        "onnxruntime.InferenceSession(model.SerializeToString())\n"
+    )
+    environment["HOME"] = str(tmp_path)
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
+    assert not [*tmp_path.rglob("*onnxruntime*")]
+
+
+def test_telemetry_that_the_user_wants_stays():
+    code = "import os, enginery; print(os.environ['ORT_DISABLE_TELEMETRY'])"
+    assert run(code) == "1\n"
+    assert run(f"import os; os.environ['ORT_DISABLE_TELEMETRY'] = '0'; {code}") == "0\n"
 
 
 def test_command_line_module_imports_no_rich():

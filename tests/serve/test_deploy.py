@@ -135,6 +135,8 @@ def test_dockerfile_installs_the_serving_extra_and_no_framework(name):
     (install,) = re.findall(r"pip install[^&]*", runs)
     assert "--no-cache-dir" in install
     assert "--constraint constraints.txt" in install
+    arguments = dict(rest.split("=", 1) for word, rest in instructions(name) if word == "ARG")
+    install = install.replace('".[$EXTRAS]"', f"'.[{arguments.get('EXTRAS')}]'")
     assert re.search(r"'\.\[serve,(cpu|gpu)\]'", install)
     assert not re.search(r"\b(torch|transformers|optimum|export)\b", runs)
     assert "apt-get" not in runs
@@ -222,8 +224,11 @@ def test_kubernetes_pod_is_probed_drained_and_confined(objects):
     assert set(mounts) == volumes
     assert mounts["models"]["readOnly"]
     for name in DOCKERFILES:  # what is written has to be written somewhere
-        home = re.search(r"ENGINERY_HOME=(\S+)", (DEPLOY / name).read_text()).group(1)
+        text = (DEPLOY / name).read_text()
+        home = re.search(r"ENGINERY_HOME=(\S+)", text).group(1)
         assert mounts["cache"]["mountPath"] == home
+        if "EXTRAS" in text:  # what is downloaded as well
+            assert re.search(r"HF_HOME=(\S+)", text).group(1).startswith(f"{home}/")
 
 
 # Prometheus and Grafana

@@ -67,6 +67,7 @@ class MlflowRegistry:
                 f"option 'name' is '{config.name}', but the address has the name '{self.name}'."
             )
         require_packages(url, "mlflow", "pandas", extra="mlflow")
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read when it is imported
         import mlflow
 
         with warnings.catch_warnings():
