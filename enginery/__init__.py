@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         quantize_model,
         run_recipe,
         validate_model,
+        write_report,
     )
     from enginery.core.artifact.artifact import Artifact
     from enginery.core.errors import EngineryError
@@ -62,6 +63,7 @@ __all__ = [
     "quantize_model",
     "run_recipe",
     "validate_model",
+    "write_report",
 ]
 
 _HOMES = {
@@ -84,6 +86,7 @@ _HOMES = {
     "quantize_model": "enginery.api",
     "run_recipe": "enginery.api",
     "validate_model": "enginery.api",
+    "write_report": "enginery.api",
 }
 
 

@@ -231,6 +231,20 @@ def lint_model(
     return [lint_onnx(artifact.path / g.file, target=target) for g in artifact.manifest.graphs]
 
 
+def write_report(artifact: Artifact | str | Path) -> Path:
+    """Write the report page of an artifact, or of a benchmark's directory; return its path.
+
+    Args:
+        artifact: an artifact, its directory, or a directory with `reports/benchmark.json`.
+
+    Raises:
+        ArtifactError: the directory is neither, or a file is damaged.
+    """
+    from enginery.bench.report import page
+
+    return page.write_report(artifact.path if isinstance(artifact, Artifact) else Path(artifact))
+
+
 @missing_packages_as_errors(PURPOSES["bench"])
 def bench_model(
     *models: Artifact | str | Path,

@@ -33,6 +33,7 @@ def test_public_names_are_these():
             "quantize_model",
             "run_recipe",
             "validate_model",
+            "write_report",
         ]
     )
     assert dir(enginery) == enginery.__all__

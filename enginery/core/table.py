@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from html import escape
 
 Row = dict[str, str]
 """Column -> cell. All rows of a table have the same columns."""
@@ -24,6 +25,24 @@ class Table:
 
     title: str
     rows: list[Row]
+
+
+def html_of(parts: Iterable[Table | str]) -> str:
+    """Return tables and lines of text as HTML, escaped, for a notebook."""
+    blocks = []
+    for part in parts:
+        if isinstance(part, str):
+            blocks.append(f"<p>{escape(part)}</p>")
+            continue
+        columns = list(part.rows[0]) if part.rows else []
+        lines = [[row.get(column, NOTHING) for column in columns] for row in part.rows]
+        head, *rows = (
+            f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
+            for tag, cells in [("th", columns), *(("td", line) for line in lines)]
+        )
+        caption, body = f"<caption>{escape(part.title)}</caption>", "".join(rows)
+        blocks.append(f"<table>{caption}<thead>{head}</thead><tbody>{body}</tbody></table>")
+    return "\n".join(blocks)
 
 
 def fact_rows(facts: Iterable[tuple[str, str]]) -> list[Row]:

@@ -37,7 +37,7 @@ STAGE_VERSION = "9"
 TOOLS = ("onnx", "onnx-ir", "onnxscript", "numpy", "tokenizers")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class OptimizationReport(Report):
     """The content of `reports/optimization.json`, which no other stage reads."""
 

@@ -14,21 +14,7 @@ from enginery.reports.base import named_versions
 
 def artifact_rows(artifact: Artifact) -> list[Row]:
     """Return what the artifact is: its source, task, precision, size and verdicts."""
-    manifest = artifact.manifest
-    source = manifest.source
-    facts = {
-        "source": f"{source.id}{_revision(manifest)} (sha256 {source.sha256[:12]}…)",
-        "task": manifest.task,
-        "model type": manifest.model_type,
-        "precision": manifest.describe_precision(),
-        "target": manifest.target,
-        "graphs": ", ".join(f"{graph.file} (opset {graph.opset})" for graph in manifest.graphs),
-        "size": _size(manifest),
-    }
-    for verdict in manifest.verdicts:
-        result = "passed" if verdict.passed else "failed"
-        facts[verdict.stage] = f"{result} {verdict.finished}: {verdict.summary}"
-    return fact_rows(facts.items())
+    return fact_rows(artifact.facts().items())
 
 
 def summary_rows(artifact: Artifact) -> list[Row]:

@@ -26,7 +26,7 @@ from enginery.core.artifact.manifest import REPORTS
 from enginery.core.errors import ArtifactError
 from enginery.core.json_file import json_bytes, parse_json, read_document
 from enginery.core.paths import resolve_inside
-from enginery.core.table import NOTHING, Table
+from enginery.core.table import NOTHING, Table, html_of
 
 
 class StageOutput(Protocol):
@@ -45,6 +45,18 @@ class Report:
 
     FILE: ClassVar[str]
     """File name, without `reports/`."""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {getattr(self, 'summary', self.FILE)}>"
+
+    def rows(self) -> list[Table | str]:
+        """Return tables and lines of text, in the order in which people read them."""
+        notes: list[str] = getattr(self, "notes", [])
+        return [str(getattr(self, "summary", self.FILE)), *(f"note: {note}" for note in notes)]
+
+    def _repr_html_(self) -> str:
+        """Return the rows as tables, for a notebook."""
+        return html_of(self.rows())
 
     def to_json(self) -> bytes:
         """Return the content of the file, with null for NaN and infinities."""

@@ -338,7 +338,7 @@ class SubjectRecord(TypedDict):
     """Missing if it was not validated."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class BenchResult(Report):
     """The content of `reports/benchmark.json`."""
 

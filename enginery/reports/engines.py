@@ -38,7 +38,7 @@ def built_engine(engine: Engine, *, from_store: bool = False) -> BuiltEngine:
     return cast("BuiltEngine", {"directory": engine.name, "from_store": from_store, **record})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class BuildReport(Report):
     """The content of `reports/engines.json`."""
 

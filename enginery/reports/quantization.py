@@ -87,7 +87,7 @@ class EngineTrial:
     """The graph's file."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class QuantizationReport(Report):
     """The content of `reports/quantization.json`; dynamic quantization sets only a few members."""
 

@@ -350,7 +350,7 @@ class ErrorUse(TypedDict):
     """The error by the allowed one; above 1 it fails."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ValidationReport(Report):
     """The content of `reports/validation.json`."""
 

@@ -10,6 +10,7 @@ import pytest
 
 from enginery.core.accuracy import AccuracyMetrics
 from enginery.core.errors import ArtifactError
+from enginery.core.table import Table, html_of
 from enginery.reports.benchmark import BenchResult
 from enginery.reports.engines import BuildReport
 from enginery.reports.quantization import QuantizationReport
@@ -21,6 +22,7 @@ from enginery.reports.validation import (
 )
 from enginery.reports.weights import WeightMetrics
 from tests.bench.sample_results import make_backend_record, make_case, make_result
+from tests.reports import samples
 
 
 def output(name="logits", max_abs=1e-6, limit=1e-5, problem=""):
@@ -174,3 +176,21 @@ def test_worst_case_of_each_output_is_the_one_farthest_beyond_its_limit():
     worst = [(row["worst input"], row["output"], row["verdict"]) for row in model.rows]
     assert worst == [("sweep: far", "a", "ok"), ("sweep: near", "b", "ok")]
     assert (decoder.title, decoder.rows[0]["verdict"]) == ("decoder.onnx against PyTorch", "NaN")
+
+
+def test_report_in_a_notebook_is_short_and_has_its_tables():
+    report = samples.validation()
+    assert repr(report) == f"<ValidationReport: {report.summary}>"
+    shown = report._repr_html_()
+    (first, *_) = report.tables()
+    assert f"<caption>{first.title}</caption>" in shown
+    assert shown.count("<td>") >= len(first.rows) * len(first.rows[0])
+
+
+def test_html_of_a_table_is_escaped():
+    shown = html_of([Table("<i>", [{"a&b": "<script>"}]), "x < y"])
+    assert "<script>" not in shown
+    assert "<th>a&amp;b</th>" in shown
+    assert "<td>&lt;script&gt;</td>" in shown
+    assert "<p>x &lt; y</p>" in shown
+    assert "<caption>&lt;i&gt;</caption>" in shown

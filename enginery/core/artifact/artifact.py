@@ -20,6 +20,8 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from enginery.core.artifact.engine import Engine
+from enginery.core.artifact.engine_record import engine_directories
 from enginery.core.artifact.fingerprint import combined_sha256, sha256_of
 from enginery.core.artifact.manifest import (
     REPORTS,
@@ -40,6 +42,7 @@ from enginery.core.durable import make_directory
 from enginery.core.errors import ArtifactError, RejectedArtifactError, os_errors_as
 from enginery.core.json_file import first_problem, parse_json, read_document, verify_checksum
 from enginery.core.paths import list_tree, require_utf8, resolve_inside
+from enginery.core.table import Table, fact_rows, html_of, human_bytes
 from enginery.core.temporary import locked_beside, write_atomically
 
 __all__ = [
@@ -76,6 +79,36 @@ class Artifact:
         verdicts = (f"{v.stage} {'passed' if v.passed else 'failed'}" for v in manifest.verdicts)
         facts = (manifest.task, manifest.precision, f"for {manifest.target}", *verdicts)
         return f"<Artifact {self.path}: {', '.join(facts)}>"
+
+    def facts(self) -> dict[str, str]:
+        """Return what the artifact is, in words: its source, task, precision, size and verdicts."""
+        manifest, source = self.manifest, self.manifest.source
+        revision = f" at {source.revision[:12]}" if source.revision else ""
+        facts = {
+            "source": f"{source.id}{revision} (sha256 {source.sha256[:12]}…)",
+            "task": manifest.task,
+            "model type": manifest.model_type,
+            "precision": manifest.describe_precision(),
+            "target": manifest.target,
+            "graphs": ", ".join(f"{graph.file} (opset {graph.opset})" for graph in manifest.graphs),
+            "size": human_bytes(sum(file.size_bytes for file in manifest.files.values())),
+        }
+        for verdict in manifest.verdicts:
+            result = "passed" if verdict.passed else "failed"
+            facts[verdict.stage] = f"{result} {verdict.finished}: {verdict.summary}"
+        return facts
+
+    def _repr_html_(self) -> str:
+        """Return the facts as a table, for a notebook."""
+        return html_of([Table(str(self.path), fact_rows(self.facts().items()))])
+
+    def engines(self) -> list[Engine]:
+        """Return all TensorRT engines of the artifact, verified, sorted by name.
+
+        Raises:
+            ArtifactError: a file of an engine is missing or altered.
+        """
+        return [Engine.open(path) for path in engine_directories(self.path)]
 
     @classmethod
     def open(cls, path: str | Path, *, verify: bool = False) -> Artifact:

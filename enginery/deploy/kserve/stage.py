@@ -26,7 +26,6 @@ from enginery.core.temporary import write_atomically
 from enginery.deploy.kserve.manifest import MADE_BY, inference_service, is_image, manifest_text
 from enginery.deploy.kserve.options import MAX_CHARACTERS_KNATIVE, KserveConfig
 from enginery.deploy.providers import TENSORRT_PROVIDERS, DeployProvider, resolve_provider
-from enginery.runtime.engines.selection import read_engines
 from enginery.runtime.tasks import manifest_task, supported_tasks
 from enginery.runtime.tensorrt.options import CLASSIC, RTX, get_flavor
 
@@ -154,7 +153,7 @@ def _provider_with_engine(artifact: Artifact, provider: DeployProvider) -> Deplo
     Raises:
         ArtifactError: the artifact has no engine for the provider.
     """
-    engines = read_engines(artifact)
+    engines = artifact.engines()
     graphs = {graph.file for graph in artifact.manifest.graphs}
     built = {engine.record.flavor for engine in engines if engine.record.graph in graphs}
     flavors = (CLASSIC, RTX) if provider == "auto" else (get_flavor(provider),)

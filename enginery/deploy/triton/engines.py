@@ -13,7 +13,6 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError, OptionError, ShapeError, nearest
 from enginery.core.shapes import Profile
 from enginery.deploy.triton.options import TritonConfig
-from enginery.runtime.engines.selection import read_engines
 from enginery.runtime.tensorrt.options import CLASSIC
 
 
@@ -27,7 +26,7 @@ def select_engines(artifact: Artifact, graph: GraphRecord, config: TritonConfig)
             profiles, or a file of an engine was changed.
         OptionError: no engine has the given name, or several engines are suitable.
     """
-    engines = read_engines(artifact)
+    engines = artifact.engines()
     if config.engine:
         names = [engine.name for engine in engines]
         if config.engine not in names:

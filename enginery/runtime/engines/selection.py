@@ -17,7 +17,7 @@ from pathlib import Path
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.engine import Engine
-from enginery.core.artifact.engine_record import EngineRecord, engine_directories
+from enginery.core.artifact.engine_record import EngineRecord
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ProviderError
 from enginery.core.shapes import Profile, dynamic_dims
@@ -50,15 +50,6 @@ def flavor_for_provider(provider: str) -> Flavor | None:
     return next((flavor for flavor in FLAVORS.values() if flavor.provider == provider), None)
 
 
-def read_engines(artifact: Artifact) -> list[Engine]:
-    """Return all verified engines of an artifact, sorted by name.
-
-    Raises:
-        ArtifactError: a file of an engine is missing or altered.
-    """
-    return [Engine.open(path) for path in engine_directories(artifact.path)]
-
-
 def choose_engines(
     artifact: Artifact, graph: GraphRecord, flavor: Flavor, *, device_id: int = 0
 ) -> tuple[list[Engine], str]:
@@ -82,7 +73,7 @@ def choose_engines(
     fitting: dict[str, Engine] = {}
     refused = []
     # Engines for fewer GPUs are faster and come first, and the first one of a profile is chosen.
-    for engine in sorted(read_engines(artifact), key=_generality):
+    for engine in sorted(artifact.engines(), key=_generality):
         if engine.record.graph != graph.file:
             continue
         if problem := incompatibility(artifact, graph, engine, flavor, gpu, version):

@@ -693,3 +693,6 @@ def test_an_artifact_is_shown_in_one_line(tmp_path):
     assert repr(artifact).startswith(f"<Artifact {artifact.path}: ")
     assert artifact.manifest.task in repr(artifact)
     assert len(repr(artifact)) < len(str(artifact.path)) + 200
+    shown = artifact._repr_html_()
+    assert f"<td>task</td><td>{artifact.manifest.task}</td>" in shown
+    assert f"<caption>{artifact.path}</caption>" in shown
