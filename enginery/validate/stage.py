@@ -924,7 +924,7 @@ def _describe_rule(limits: ComparisonLimits, accuracy: QuantizedAccuracy | None)
             f"no real inputs were compared, so this was not checked: {limits.rule}; generated "
             f"inputs need a cosine of {limits.tolerance.min_cosine:g}"
         ]
-    return [f"{limits.rule}; {limits.tolerance.min_cosine:g} on any one input"]
+    return [f"{limits.rule}; a cosine of at least {limits.tolerance.min_cosine:g} on any one input"]
 
 
 def _save_verdict(
