@@ -18,22 +18,6 @@ class ExportKeywords(TypedDict, total=False):
     opset: int | Literal["auto"]
     """The ONNX operator set: 7 to 23. `auto` is 20, and for an .onnx file its own; a later one
     converts the file."""
-    dims: tuple[str, ...] | list[str]
-    """The dims of an .onnx file's input, such as `x=batch,3,height,width`: a name or a number for
-    each axis. A number fixes a dynamic dim. Repeat it for other inputs."""
-    resize: str
-    """The size of images for an .onnx file, such as `320` or `480x640` (height × width); empty for
-    the graph's own size, and if that is dynamic for each image's own."""
-    rescale: str
-    """The factor that pixels from 0 to 255 are multiplied with for an .onnx file: `1/255`, which
-    is the default, or `1`."""
-    mean: str
-    """What is subtracted from rescaled pixels for an .onnx file: a number, or one for each channel,
-    such as `0.485,0.456,0.406`. The default is 0."""
-    std: str
-    """What pixels without the mean are divided by, like `mean`. The default is 1."""
-    channel_order: Literal["", "rgb", "bgr", "gray"]
-    """The channels of images for an .onnx file. The default is rgb, and gray for one channel."""
     dtype: Literal["fp32", "fp16", "bf16"]
     """The type in which the model's weights are loaded and exported."""
     exporter: Literal["auto", "optimum", "transformers", "dynamo"]
@@ -61,6 +45,22 @@ class ExportKeywords(TypedDict, total=False):
     model_kwargs: dict[str, str]
     """What Optimum needs beside the model, as JSON: `{"vocoder": "org/name"}` names the vocoder of
     SpeechT5, like the model itself."""
+    dims: tuple[str, ...] | list[str]
+    """The dims of an .onnx file's input, such as `x=batch,3,height,width`: a name or a number for
+    each axis. A number fixes a dynamic dim. Repeat it for other inputs."""
+    resize: str
+    """The size of images for an .onnx file, such as `320` or `480x640` (height × width); empty for
+    the graph's own size, and if that is dynamic for each image's own."""
+    rescale: str
+    """The factor that pixels from 0 to 255 are multiplied with for an .onnx file: `1/255`, which
+    is the default, or `1`."""
+    mean: str
+    """What is subtracted from rescaled pixels for an .onnx file: a number, or one for each channel,
+    such as `0.485,0.456,0.406`. The default is 0."""
+    std: str
+    """What pixels without the mean are divided by, like `mean`. The default is 1."""
+    channel_order: Literal["auto", "rgb", "bgr", "gray"]
+    """The channels of images for an .onnx file. `auto` is rgb, and gray for one channel."""
 
 
 class OptimizeKeywords(TypedDict, total=False):
@@ -498,7 +498,7 @@ class TritonKeywords(TypedDict, total=False):
     backend: Literal["onnxruntime", "tensorrt"]
     """Triton backend of the graph: `tensorrt` loads the artifact's classic TensorRT engines without
     ONNX Runtime."""
-    provider: Literal["auto", "cuda", "cpu", "tensorrt"]
+    provider: Literal["auto", "cuda", "cpu", "tensorrt", "tensorrt-rtx"]
     """Execution provider of the ONNX Runtime backend; `auto` is tensorrt for static INT8 and FP8,
     cpu for what was made for it, else cuda. `tensorrt` uses the artifact's classic TensorRT engine;
     without one, the server builds it from the graph when it loads the model."""
@@ -566,10 +566,11 @@ class KserveKeywords(TypedDict, total=False):
     image: str
     """Container image, required for enginery, see docs/deploy. For Triton, empty for KServe's
     image, which lacks enginery for the ensemble's Python models."""
-    provider: Literal["auto", "cuda", "cpu", "tensorrt"]
-    """Execution provider; `auto` is tensorrt for static INT8 and FP8, cpu for what was made for
-    it, else cuda. With cpu no GPU is requested; with tensorrt, the runtime enginery needs an engine
-    in the artifact."""
+    provider: Literal["auto", "cuda", "cpu", "tensorrt", "tensorrt-rtx"]
+    """Execution provider; `auto` is tensorrt for static INT8 and FP8, or tensorrt-rtx if only
+    that flavor has an engine in the artifact, cpu for what was made for it, else cuda. With cpu no
+    GPU is requested. The runtime enginery needs an engine in the artifact for tensorrt and
+    tensorrt-rtx; Triton has no tensorrt-rtx."""
     gpus: int
     """GPUs per replica; not used with provider cpu."""
     cpu: str

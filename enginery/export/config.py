@@ -28,22 +28,6 @@ class ExportConfig:
     opset: int | Literal["auto"] = "auto"
     """The ONNX operator set: 7 to 23. `auto` is 20, and for an .onnx file its own; a later one
     converts the file."""
-    dims: tuple[str, ...] = ()
-    """The dims of an .onnx file's input, such as `x=batch,3,height,width`: a name or a number for
-    each axis. A number fixes a dynamic dim. Repeat it for other inputs."""
-    resize: str = ""
-    """The size of images for an .onnx file, such as `320` or `480x640` (height × width); empty for
-    the graph's own size, and if that is dynamic for each image's own."""
-    rescale: str = ""
-    """The factor that pixels from 0 to 255 are multiplied with for an .onnx file: `1/255`, which
-    is the default, or `1`."""
-    mean: str = ""
-    """What is subtracted from rescaled pixels for an .onnx file: a number, or one for each channel,
-    such as `0.485,0.456,0.406`. The default is 0."""
-    std: str = ""
-    """What pixels without the mean are divided by, like `mean`. The default is 1."""
-    channel_order: Literal["", "rgb", "bgr", "gray"] = ""
-    """The channels of images for an .onnx file. The default is rgb, and gray for one channel."""
     dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
     """The type in which the model's weights are loaded and exported."""
     exporter: Literal["auto", "optimum", "transformers", "dynamo"] = "auto"
@@ -71,6 +55,22 @@ class ExportConfig:
     model_kwargs: dict[str, str] = by_content(default_factory=dict)
     """What Optimum needs beside the model, as JSON: `{"vocoder": "org/name"}` names the vocoder of
     SpeechT5, like the model itself."""
+    dims: tuple[str, ...] = ()
+    """The dims of an .onnx file's input, such as `x=batch,3,height,width`: a name or a number for
+    each axis. A number fixes a dynamic dim. Repeat it for other inputs."""
+    resize: str = ""
+    """The size of images for an .onnx file, such as `320` or `480x640` (height × width); empty for
+    the graph's own size, and if that is dynamic for each image's own."""
+    rescale: str = ""
+    """The factor that pixels from 0 to 255 are multiplied with for an .onnx file: `1/255`, which
+    is the default, or `1`."""
+    mean: str = ""
+    """What is subtracted from rescaled pixels for an .onnx file: a number, or one for each channel,
+    such as `0.485,0.456,0.406`. The default is 0."""
+    std: str = ""
+    """What pixels without the mean are divided by, like `mean`. The default is 1."""
+    channel_order: Literal["auto", "rgb", "bgr", "gray"] = "auto"
+    """The channels of images for an .onnx file. `auto` is rgb, and gray for one channel."""
 
 
 def check_options(config: ExportConfig, *, is_onnx: bool = False) -> None:
@@ -103,13 +103,13 @@ def check_options(config: ExportConfig, *, is_onnx: bool = False) -> None:
         )
     for text in config.dims:
         parse_input_dims(text)
-    image_options = [name for name in IMAGE_OPTIONS if getattr(config, name)]
-    if image_options and not is_onnx:
+    images = image_options(config)
+    if images and not is_onnx:
         raise OptionError(
-            f"option '{image_options[0]}' is given, but other models than .onnx files come with "
+            f"option '{images[0]}' is given, but other models than .onnx files come with "
             "the settings of their images, preprocessor_config.json.",
             do="Leave it out.",
-            option=image_options[0],
+            option=images[0],
         )
     parse_image_options(config)
     if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", config.device):
@@ -127,8 +127,13 @@ def check_options(config: ExportConfig, *, is_onnx: bool = False) -> None:
         )
 
 
-IMAGE_OPTIONS = ("resize", "rescale", "mean", "std", "channel_order")
+_IMAGE_OPTIONS = ("resize", "rescale", "mean", "std", "channel_order")
 _MAX_EDGE = 2**14
+
+
+def image_options(config: ExportConfig) -> list[str]:
+    """Return the names of the options for images that are set."""
+    return [name for name in _IMAGE_OPTIONS if getattr(config, name) not in ("", "auto")]
 
 
 def parse_image_options(config: ExportConfig) -> dict[str, Any]:
@@ -140,7 +145,7 @@ def parse_image_options(config: ExportConfig) -> dict[str, Any]:
     Raises:
         OptionError: one has another form.
     """
-    if not any(getattr(config, name) for name in IMAGE_OPTIONS):
+    if not image_options(config):
         return {}
     sides = config.resize.split("x") if config.resize else []
     if len(sides) > 2 or not all(re.fullmatch("[1-9][0-9]{0,4}", side) for side in sides):
@@ -157,7 +162,7 @@ def parse_image_options(config: ExportConfig) -> dict[str, Any]:
         "rescale_factor": 1 / float(below) if above else float(below),
         "image_mean": _numbers("mean", config.mean or "0"),
         "image_std": _numbers("std", config.std or "1"),
-        "channel_order": config.channel_order or None,
+        "channel_order": None if config.channel_order == "auto" else config.channel_order,
     }
     if sides:
         settings["size"] = {"height": int(sides[0]), "width": int(sides[-1])}

@@ -26,8 +26,8 @@ from enginery.core.model.files import ModelConfig, PreprocessorConfig
 from enginery.core.model.screening import screen_model
 from enginery.core.shapes import INPUT_AXES, canonical_dim, dim_terms
 from enginery.export.config import (
-    IMAGE_OPTIONS,
     ExportConfig,
+    image_options,
     parse_image_options,
     parse_input_dims,
 )
@@ -110,7 +110,7 @@ def _write_image_settings(out: Path, config: ExportConfig) -> TracedInputs:
     settings = parse_image_options(config)
     if not settings:
         return TracedInputs()
-    option = next(name for name in IMAGE_OPTIONS if getattr(config, name))
+    option = image_options(config)[0]
     record = record_graph(out / "model.onnx", out)
     axis = channel_axis(record)
     spec = record.inputs[0]

@@ -91,6 +91,12 @@ class AccuracyBudget:
             "quarter of --rows, or all of a file with fewer"
         ]
 
+    @property
+    def remedy(self) -> str:
+        """What lets more accuracy be lost, as the beginning of a sentence."""
+        option = "a lower --min-cosine" if self.kind == "cosine" else "a larger --accuracy-budget"
+        return f"Pass {option}"
+
     def is_met_by(self, metrics: AccuracyMetrics) -> bool:
         """Return True if the loss is at most the budget."""
         return self.loss(metrics) <= self.allowed + _ROUNDING

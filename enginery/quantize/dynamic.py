@@ -133,6 +133,6 @@ def _measure(
         raise CheckFailedError(
             f"dynamic INT8 does not meet the budget, a {budget}: "
             f"found {describe_accuracy(accuracy)}.",
-            do="Lower the budget, or keep FP32.",
+            do=f"{budget.remedy}, or keep FP32.",
         )
     return accuracy

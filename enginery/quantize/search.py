@@ -118,7 +118,7 @@ def search_mixed_precision(
             f"no combination with a quantized layer meets the budget, a {budget}: the best has a "
             f"mean cosine of {nearest.accuracy.cosine:.8g} with {nearest.share:.0%} of the "
             "multiply-adds quantized.",
-            do="Lower the budget, or calibrate on inputs closer to those the model is used for.",
+            do=f"{budget.remedy}, or calibrate on inputs closer to those the model is used for.",
         )
     if curve:
         for count in _powers_of_two(len(names)):

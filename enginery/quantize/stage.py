@@ -465,9 +465,9 @@ def _check_accuracy(
         raise CheckFailedError(
             f"the saved graph does not meet the budget, a {measured.budget}: its mean cosine is "
             f"{accuracy.cosine:.5f}. {before}, it was {measured.result.accuracy.cosine:.5f}.",
-            do="Lower the budget."
+            do=f"{measured.budget.remedy}."
             if residual == "fp32"
-            else "Keep the rest in FP32 with --residual fp32, or lower the budget.",
+            else f"{measured.budget.remedy}, or keep the rest in FP32 with --residual fp32.",
         )
 
 

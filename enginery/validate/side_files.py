@@ -393,7 +393,8 @@ def _written_by_export(reference: Reference) -> set[str]:
         export = next((stage for stage in manifest.stages if stage.stage == "export"), None)
         options = export.options if export else {}
         images = ("resize", "rescale", "mean", "std", "channel_order")
-        if manifest.library == "timm" or any(options.get(name) for name in images):
+        settings = (options.get(name, "") not in ("", "auto") for name in images)
+        if manifest.library == "timm" or any(settings):
             written.add(file)
     return written
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 import pytest
+import yaml
 
 from enginery import export_model, load_model, validate_model
 from enginery.core.artifact.artifact import Artifact, commit_artifact
@@ -103,6 +104,9 @@ def test_card_has_every_graph_with_its_verdict(three, tmp_path):
         assert f"validate: passed. {said}." in row
         assert card.count(f"`onnx/{file}.onnx`") >= 2, "inputs and outputs"
     assert "Not validated" not in card
+    metadata = yaml.safe_load(card.split("---")[1])
+    assert metadata["library_name"] == "transformers.js", "the Hub's code for the model"
+    assert "transformers.js" in metadata["tags"]
 
 
 def test_order_of_the_artifacts_does_not_matter(three, tmp_path):

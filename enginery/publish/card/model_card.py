@@ -14,10 +14,10 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path, PurePath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.artifact import GRAPHS, Artifact
 from enginery.core.artifact.engine_record import EngineRecord
 from enginery.core.artifact.manifest import SourceRecord
 from enginery.core.errors import ArtifactError
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from huggingface_hub import EvalResult, ModelCardData
 
 _LICENSE_ID = re.compile(r"[a-z0-9][a-z0-9.+-]*")
+_TRANSFORMERS_JS = "transformers.js"
+"""The reader whose folders and names `--layout hub` has."""
 _TARGETS = {
     "onnx": "any ONNX runtime",
     "cuda": "ONNX Runtime on CUDA",
@@ -140,7 +142,9 @@ def card_metadata(facts: CardFacts) -> ModelCardData:
     manifest, rights = facts.artifact.manifest, facts.rights
     quantization = facts.reports.quantization
     optimum = ["optimum"] if optimum_loader(facts.artifact) else []
-    tags = ["onnx", "onnxruntime", *optimum, "enginery", manifest.precision]
+    in_hub_layout = PurePosixPath(manifest.graphs[0].file).parent.name == GRAPHS
+    readers = [_TRANSFORMERS_JS] if in_hub_layout else []
+    tags = ["onnx", "onnxruntime", *optimum, *readers, "enginery", manifest.precision]
     if quantization:
         tags.append(quantization.scheme)
     if facts.engines or manifest.target == "tensorrt":
@@ -155,7 +159,8 @@ def card_metadata(facts: CardFacts) -> ModelCardData:
     return ModelCardData(
         base_model=rights.base_model or None,
         language=list(rights.language) or None,
-        library_name="enginery",
+        # From it the Hub makes the code of "Use this model".
+        library_name=_TRANSFORMERS_JS if in_hub_layout else "enginery",
         license=(rights.license or None) if is_known else "other",
         license_name=rights.license_name or (None if is_known else rights.license),
         license_link=rights.license_link or None,
