@@ -26,6 +26,9 @@ class Progress(Protocol):
 class Silent:
     """A Progress that shows nothing."""
 
+    def __repr__(self) -> str:  # the default in signatures
+        return "SILENT"
+
     @contextmanager
     def task(self, name: str, total: int = 0) -> Iterator[Callable[[], None]]:  # noqa: ARG002
         """Yield a function that does nothing."""

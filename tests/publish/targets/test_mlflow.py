@@ -151,6 +151,16 @@ def test_invalid_server_address_is_an_error(server, monkeypatch):
     assert "cr3t" not in str(told.value)
 
 
+@pytest.mark.parametrize("server", ["sqlite:///ml.db", "postgresql+psycopg2://ada:s3cr3t@db/ml"])
+def test_database_needs_the_whole_package(server, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
+    with pytest.raises(OptionError, match="a database, but mlflow-skinny is installed") as told:
+        MlflowRegistry("mlflow:/name", UNVALIDATED)
+    assert "s3cr3t" not in str(told.value)
+    assert not list(tmp_path.iterdir())
+
+
 def test_server_without_http_is_an_error(artifact, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as other:
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import http.client
+import importlib.util
 import os
 import re
 import shutil
@@ -39,6 +40,8 @@ from enginery.publish.targets.mlflow.upload import ignore_existing, repair_versi
 _ADDRESS = re.compile(
     r"mlflow:/{1,3}(?P<name>[^/@]+)(?:/(?P<version>\d+)|@(?P<alias>[^/@]+))?", re.IGNORECASE
 )
+_DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
+"""Schemes of MLflow's own stores in a database; one of a driver follows a plus sign."""
 _PING_SECONDS = 10
 _CHECK_SERVER = "Check MLFLOW_TRACKING_URI and the log of the MLflow server."
 
@@ -77,7 +80,7 @@ class MlflowRegistry:
         if not os.environ.get("MLFLOW_TRACKING_URI") and not mlflow.is_tracking_uri_set():
             raise OptionError(
                 f"{url} needs a tracking server, but MLFLOW_TRACKING_URI is not set.",
-                do="Set it to https://mlflow.example.com or sqlite:///mlflow.db, for example.",
+                do="Set it to the address of a server, such as http://127.0.0.1:5000.",
             )
         self.server = str(mlflow.get_tracking_uri())
         check_server_url(self.server)
@@ -252,7 +255,15 @@ class MlflowRegistry:
 
 
 def check_server_url(server: str) -> None:
-    """Raise OptionError, without the password, if an HTTP address is malformed."""
+    """Raise OptionError, without the password, if an address is malformed or a database."""
+    scheme = server.lower().partition(":")[0].partition("+")[0]
+    if scheme in _DATABASES and importlib.util.find_spec("sqlalchemy") is None:
+        raise OptionError(
+            f"MLFLOW_TRACKING_URI is {without_password(server)!r}, a database, but mlflow-skinny is "
+            "installed, which opens none.",
+            do="Install the whole package, pip install mlflow, or start its server on the database "
+            "and name the server: mlflow server --backend-store-uri URI --port 5000",
+        )
     if not server.lower().startswith(("http:", "https:")):
         return
     try:
