@@ -259,8 +259,8 @@ def check_server_url(server: str) -> None:
     scheme = server.lower().partition(":")[0].partition("+")[0]
     if scheme in _DATABASES and importlib.util.find_spec("sqlalchemy") is None:
         raise OptionError(
-            f"MLFLOW_TRACKING_URI is {without_password(server)!r}, a database, but mlflow-skinny is "
-            "installed, which opens none.",
+            f"MLFLOW_TRACKING_URI is {without_password(server)!r}, a database, but mlflow-skinny "
+            "is installed, which opens none.",
             do="Install the whole package, pip install mlflow, or start its server on the database "
             "and name the server: mlflow server --backend-store-uri URI --port 5000",
         )
