@@ -398,6 +398,8 @@ class PredictKeywords(TypedDict, total=False):
     """What is said of a text with a label, in place of `{}`, for `candidate_labels`."""
     multi_label: bool
     """Judge each of `candidate_labels` by itself: several may be right."""
+    threshold: float
+    """Score above which the objects of an image are written, 0 to 1."""
     dimensions: int
     """Number of leading dimensions of an embedding to keep, for models trained with Matryoshka
     representation learning; 0 for all."""

@@ -56,6 +56,8 @@ class PredictConfig:
     """What is said of a text with a label, in place of `{}`, for `candidate_labels`."""
     multi_label: bool = False
     """Judge each of `candidate_labels` by itself: several may be right."""
+    threshold: float = 0.5
+    """Score above which the objects of an image are written, 0 to 1."""
     dimensions: int = 0
     """Number of leading dimensions of an embedding to keep, for models trained with Matryoshka
     representation learning; 0 for all."""

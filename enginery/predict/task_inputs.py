@@ -39,6 +39,7 @@ _TASK_OPTIONS = {
     "candidate_labels": "candidate_labels",
     "hypothesis_template": "hypothesis_template",
     "multi_label": "multi_label",
+    "threshold": "threshold",
     "dimensions": "dimensions",
     "prompt_name": "prompt_name",
     "max_tokens": "max_answer_tokens",

@@ -36,6 +36,7 @@ from enginery.runtime.tasks.answer import MAX_ANSWER_TOKENS, ContextAnswer
 from enginery.runtime.tasks.audio import Transcription
 from enginery.runtime.tasks.batch_runner import BatchRunner
 from enginery.runtime.tasks.classify import Activation, Classification
+from enginery.runtime.tasks.detect import Detection
 from enginery.runtime.tasks.fill import MaskFillings
 from enginery.runtime.tasks.generate import GenerateOptions, Generation, TextSearch
 from enginery.runtime.tasks.row_stream import (
@@ -83,10 +84,10 @@ class Model(Closeable):
     """A model loaded for inference. A context manager; closing it frees the session.
 
     Call the method of its task: `embed`, `classify`, `tag`, `answer`, `fill`, `classify_images`,
-    `embed_images`, `classify_audio`, `transcribe`, or `generate` and `stream`; the methods of other
-    tasks raise InputError. A method takes a list of inputs and returns the results in the same
-    order. Texts and audio that are longer than the model takes are truncated, and counted in
-    `truncated`; texts beyond the `length_limit` of the artifact raise InputError.
+    `embed_images`, `detect`, `classify_audio`, `transcribe`, or `generate` and `stream`; the
+    methods of other tasks raise InputError. A method takes a list of inputs and returns the results
+    in the same order. Texts and audio that are longer than the model takes are truncated, and
+    counted in `truncated`; texts beyond the `length_limit` of the artifact raise InputError.
 
     Every method raises InputError for an invalid input, with its index, and for an option's value
     that is out of range.
@@ -351,6 +352,23 @@ class Model(Closeable):
             "classify_images", images, top_k=top_k, activation=activation
         )
         return classifications
+
+    def detect(
+        self, images: Sequence[ImageInput], *, threshold: float = 0.5
+    ) -> list[list[Detection]]:
+        """Find objects in images.
+
+        Args:
+            images: paths, contents of files, Pillow images, or uint8 arrays (height, width,
+                channels).
+            threshold: objects with a higher score are returned.
+
+        Returns:
+            The objects of each image in the order of transformers' pipeline, with boxes in pixels
+            of the upright image.
+        """
+        detections: list[list[Detection]] = self._run_task("detect", images, threshold=threshold)
+        return detections
 
     def embed_images(
         self,

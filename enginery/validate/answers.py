@@ -56,10 +56,12 @@ from enginery.runtime.sample_inputs import (
 )
 from enginery.runtime.tasks import is_generating, manifest_task, manifest_tasks
 from enginery.runtime.tasks.batch_runner import BatchRunner
-from enginery.runtime.tasks.task import Row, Task
+from enginery.runtime.tasks.results import to_plain
+from enginery.runtime.tasks.task import Row, Task, UnreadableOutputsError
 from enginery.runtime.text.tokenizer import TEXT_INPUTS
 from enginery.validate.compare import ComparisonLimits
 from enginery.validate.metrics.differences import compute_differences
+from enginery.validate.objects import ObjectLimits, compare_objects
 from enginery.validate.reference import LastStep, Reference
 
 RunGraph = Callable[[Feeds], dict[str, NDArray[Any]]]
@@ -70,13 +72,18 @@ _REFERENCES = {
     "answer": "transformers' question-answering pipeline",
     "fill": "transformers' fill-mask pipeline",
     "classify_images": "transformers' image-classification pipeline",
+    "detect": "transformers' object-detection pipeline",
     "classify_audio": "transformers' audio-classification pipeline",
     "transcribe": "transformers' automatic-speech-recognition pipeline",
     "embed": "sentence-transformers' rule",
     "embed_both": "get_text_features and get_image_features of the model's class",
     "tensors": "the model and its processor in transformers",
 }
-_OPTIONS: Mapping[str, Mapping[str, Any]] = {"answer": {"top_k": 3}, "fill": {"top_k": 5}}
+_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "answer": {"top_k": 3},
+    "fill": {"top_k": 5},
+    "detect": {"threshold": 0.0},
+}
 """Options of a task beside its defaults: the pipelines are asked for as many results."""
 
 _LONG = SENTENCES[14]
@@ -312,7 +319,7 @@ def _kind(reference: Reference, record: GraphRecord) -> tuple[str, str]:
     task = manifest_task(manifest, record)
     if len(manifest_tasks(manifest, record)) > 1:
         return "embed_both", ""
-    if task is not None and task.verb in _REFERENCES:
+    if task is not None and task.verb in _REFERENCES and _is_readable(task, artifact, record):
         if task.verb == "classify" and read_logit_score(artifact.path) is not None:
             return "", "transformers has no pipeline for language models that rerank"
         return task.verb, ""
@@ -322,6 +329,19 @@ def _kind(reference: Reference, record: GraphRecord) -> tuple[str, str]:
         return "tensors", ""
     names = ", ".join(spec.name for spec in record.inputs)
     return "", f"nothing here prepares {names} from raw inputs"
+
+
+def _is_readable(task: type[Task], artifact: Artifact, record: GraphRecord) -> bool:
+    """Return False if only tensors can be compared, because no rule reads the graph's outputs."""
+    if task.modality != "image":
+        return True
+    try:
+        task.open(artifact, record)
+    except UnreadableOutputsError:
+        return False
+    except ArtifactError:  # told when the artifact's side is opened
+        return True
+    return True
 
 
 def _raw_inputs(artifact: Artifact, record: GraphRecord, kind: str) -> list[RawInput]:
@@ -565,6 +585,8 @@ def _plain(verb: str, result: Any) -> Any:
         return [{str(f.token_id): f.score for f in mask} for mask in result.masks]
     if verb == "transcribe":
         return result.text
+    if verb == "detect":
+        return {"objects": to_plain(result)}
     return result
 
 
@@ -636,6 +658,12 @@ def _difference(answer: Any, expected: Mapping[str, Any], limits: AnswerLimits) 
         return Difference(0.0, "" if same else problem)
     # A probability differs by less than its logit: softmax and sigmoid have a slope below 1.
     tolerance = error + _SCORE_ROUNDING
+    if "objects" in expected["answer"]:
+        box_error = limits.error(1.0, ("pred_boxes",))
+        allowed = ObjectLimits(tolerance, box_error, ties)
+        return Difference(
+            *compare_objects(answer["objects"], expected["answer"]["objects"], allowed)
+        )
     spans = [item for item in (*answer, *expected["answer"]) if isinstance(item, list)]
     sizes, unmatched = [0.0], 0
     for name, mine, theirs in _paired(answer, expected["answer"]):

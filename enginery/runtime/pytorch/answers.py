@@ -121,6 +121,7 @@ class TorchAnswers:
             "fill": self._fill,
             "classify_images": self._classify_media,
             "classify_audio": self._classify_media,
+            "detect": self._detect,
             "transcribe": self._transcribe,
             "embed_both": self._embed_both,
         }
@@ -216,6 +217,11 @@ class TorchAnswers:
         else:
             pipeline = self._pipeline("audio-classification", "feature_extractor", top_k=labels)
         return classify
+
+    def _detect(self) -> Callable[[Item], RawAnswer]:
+        pipeline = self._pipeline("object-detection", "image_processor")
+        # All of them: what the default threshold drops would be compared with nothing.
+        return lambda item: RawAnswer({"objects": pipeline(_image(item), threshold=0.0)})
 
     def _transcribe(self) -> Callable[[Item], RawAnswer]:
         pipeline = self._pipeline("automatic-speech-recognition", "tokenizer", "feature_extractor")

@@ -13,6 +13,7 @@ from enginery.core.errors import ArtifactError
 from enginery.runtime.tasks.answer import Answer
 from enginery.runtime.tasks.audio import ClassifyAudio, Transcribe
 from enginery.runtime.tasks.classify import Classify
+from enginery.runtime.tasks.detect import Detect
 from enginery.runtime.tasks.embed import Embed
 from enginery.runtime.tasks.fill import Fill
 from enginery.runtime.tasks.generate import Generate, GenerateFromAudio, GenerateFromImages
@@ -31,6 +32,7 @@ TASKS: dict[str, type[Task]] = {
         Fill,
         ClassifyImages,
         EmbedImages,
+        Detect,
         ClassifyAudio,
         Transcribe,
         Generate,
@@ -104,10 +106,15 @@ def require_task(manifest: Manifest, record: GraphRecord | None = None) -> type[
             hint = "To generate, export it for text-generation-with-past. "
         else:
             hint = ""
-        several = ", with several graphs" if manifest.task in supported_tasks() else ""
+        supported = supported_tasks()
+        problem = f"which is not a supported task; supported: {', '.join(supported)}"
+        if manifest.task in supported:
+            outputs = ", ".join(spec.name for graph in graphs for spec in graph.outputs)
+            problem = f"whose graph has outputs that are not read as results: {outputs}"
+            if len(manifest.graphs) > 1:
+                problem = "with several graphs, which is not a supported task"
         raise ArtifactError(
-            f"the artifact was exported for {manifest.task}{several}, which is not a supported "
-            f"task; supported: {', '.join(supported_tasks())}.",
+            f"the artifact was exported for {manifest.task}, {problem}.",
             do=f"{hint}Run its graph on numpy arrays: from enginery import Artifact, OrtRunner; "
             f'OrtRunner(Artifact.open("…"), providers="cpu")({{{feeds}}}). Or open the directory '
             "with Optimum's ORTModel classes.",

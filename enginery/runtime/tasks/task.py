@@ -57,6 +57,10 @@ class TaskOptionError(InputError):
         """Name of the option."""
 
 
+class UnreadableOutputsError(ArtifactError):
+    """A task cannot make results of a graph's outputs, which only its tensors give then."""
+
+
 class TaskOptions(BaseModel):
     """Base of a task's options: typed, with bounds; unknown options are errors."""
 
@@ -197,6 +201,8 @@ class Row:
     """True if `split` needs the graph's raw outputs for this row, not its final one."""
     group: int = 0
     """Only rows of one group share a batch."""
+    image_size: tuple[int, int] = (0, 0)
+    """Height and width in pixels of the image that the row was made of, upright."""
 
 
 @dataclass
@@ -412,6 +418,14 @@ def input_modality(inputs: Iterable[str]) -> Modality:
     if "pixel_values" in names:
         return "image"
     return "audio" if names & {"input_values", "input_features"} else "text"
+
+
+def has_outputs(record: GraphRecord | None, outputs: Mapping[str, int]) -> bool:
+    """Return True if a graph has outputs of these names and ranks; a rank may be unknown."""
+    specs = {spec.name: spec for spec in record.outputs} if record else {}
+    return all(
+        name in specs and len(specs[name].dims) in (0, rank) for name, rank in outputs.items()
+    )
 
 
 def require_outputs(task: str, record: GraphRecord, outputs: Mapping[str, int]) -> None:

@@ -19,6 +19,7 @@ from enginery.runtime.tasks import TASKS
 from enginery.runtime.tasks.answer import ContextAnswer
 from enginery.runtime.tasks.audio import Transcription
 from enginery.runtime.tasks.classify import Classification, Label
+from enginery.runtime.tasks.detect import Box, Detection
 from enginery.runtime.tasks.fill import Filling, MaskFillings
 from enginery.runtime.tasks.generate import Generate, GenerateOptions, Generation
 from enginery.runtime.tasks.results import is_finite, output_tensors, to_plain
@@ -30,6 +31,7 @@ LABELS = [
     Classification((Label("glad", 0.75), Label("müde", 0.25))),
     Classification((Label("müde", 0.5), Label("glad", 0.5))),
 ]
+SMALL = Box(-1, 0, 5, 6)
 RESULTS: dict[str, list[Any]] = {
     "embed": [np.array([0.5, -1.0], np.float32), np.array([0.0, 2.0], np.float32)],
     "embed_images": [np.array([0.5, -1.0], np.float32)],
@@ -49,6 +51,7 @@ RESULTS: dict[str, list[Any]] = {
             )
         )
     ],
+    "detect": [[Detection("cat", 0.75, Box(1, 2, 30, 40)), Detection("ox", 0.5, SMALL)], []],
     "transcribe": [Transcription("it is warm", 0.5), Transcription("", 0.25)],
 }
 """A made-up result for each task."""
@@ -82,6 +85,10 @@ COLUMNS: dict[tuple[str, int], list[str]] = {
     ("fill", 1): [
         "masks: list<item: list<item: struct<token: string, token_id: int64, score: float, "
         "sequence: string>>>"
+    ],
+    ("detect", 0): [
+        "detections: list<item: struct<label: string, score: float, box: struct<xmin: int64, "
+        "ymin: int64, xmax: int64, ymax: int64>>>"
     ],
     ("transcribe", 0): ["text: string", "score: float"],
 }
@@ -151,6 +158,19 @@ ROWS: dict[tuple[str, int], list[dict[str, Any]]] = {
             ]
         }
     ],
+    ("detect", 0): [
+        {
+            "detections": [
+                {
+                    "label": "cat",
+                    "score": 0.75,
+                    "box": {"xmin": 1, "ymin": 2, "xmax": 30, "ymax": 40},
+                },
+                {"label": "ox", "score": 0.5, "box": {"xmin": -1, "ymin": 0, "xmax": 5, "ymax": 6}},
+            ]
+        },
+        {"detections": []},
+    ],
     ("transcribe", 0): [{"text": "it is warm", "score": 0.5}, {"text": "", "score": 0.25}],
 }
 
@@ -169,6 +189,7 @@ OUTPUTS: dict[str, list[tuple[str, str, list[int]]]] = {
         ("end", "INT64", [-1, -1]),
     ],
     "fill": [("fillings", "BYTES", [-1])],
+    "detect": [("detections", "BYTES", [-1])],
     "transcribe": [("text", "BYTES", [-1]), ("score", "FP32", [-1])],
 }
 """Verb -> name, datatype and shape of each tensor, as the Open Inference Protocol declares them."""
@@ -219,6 +240,19 @@ TENSORS: dict[str, list[tuple[str, str, tuple[int, ...], list[Any]]]] = {
             ],
         )
     ],
+    "detect": [
+        (
+            "detections",
+            "BYTES",
+            (2,),
+            [
+                b'[{"label": "cat", "score": 0.75, "box": {"xmin": 1, "ymin": 2, "xmax": 30, '
+                b'"ymax": 40}}, {"label": "ox", "score": 0.5, "box": {"xmin": -1, "ymin": 0, '
+                b'"xmax": 5, "ymax": 6}}]',
+                b"[]",
+            ],
+        )
+    ],
     "transcribe": [
         ("text", "BYTES", (2,), [b"it is warm", b""]),
         ("score", "FP32", (2,), [0.5, 0.25]),
@@ -250,6 +284,11 @@ JSON: dict[str, list[str]] = {
         '{"token":"cöld","token_id":8,"score":0.25,"sequence":"it is cöld"}],'
         '[{"token":"on","token_id":9,"score":0.125,"sequence":"it is on"}]]}'
     ],
+    "detect": [
+        '[{"label":"cat","score":0.75,"box":{"xmin":1,"ymin":2,"xmax":30,"ymax":40}},'
+        '{"label":"ox","score":0.5,"box":{"xmin":-1,"ymin":0,"xmax":5,"ymax":6}}]',
+        "[]",
+    ],
     "transcribe": ['{"text":"it is warm","score":0.5}', '{"text":"","score":0.25}'],
 }
 
@@ -275,6 +314,13 @@ WORDS: dict[str, list[tuple[dict[str, str], str]]] = {
         ({"answer": "none 0.50"}, '{"answers":[{"text":"","score":0.5,"start":0,"end":0}]}'),
     ],
     "fill": [({"answer": "warm 0.50; cöld 0.25 | on 0.12"}, '{"masks":[[{"token":"warm",')],
+    "detect": [
+        (
+            {"answer": "cat 0.75 at (1, 2, 30, 40), ox 0.50 at (-1, 0, 5, 6)"},
+            '{"detections":[{"label":"cat",',
+        ),
+        ({"answer": "nothing found"}, '{"detections":[]}'),
+    ],
     "transcribe": [
         ({"answer": "it is warm"}, '{"text":"it is warm","score":0.5}'),
         ({"answer": ""}, '{"text":"","score":0.25}'),
@@ -306,6 +352,11 @@ SIGNATURES = {
     '"properties": {"score": {"type": "double", "required": true}, "sequence": {"type": "string", '
     '"required": true}, "token": {"type": "string", "required": true}, "token_id": {"type": "long",'
     ' "required": true}}}}, "name": "masks", "required": true}]',
+    "detect": '[{"type": "array", "items": {"type": "object", "properties": {"box": {"type": '
+    '"object", "properties": {"xmax": {"type": "long", "required": true}, "xmin": {"type": "long", '
+    '"required": true}, "ymax": {"type": "long", "required": true}, "ymin": {"type": "long", '
+    '"required": true}}, "required": true}, "label": {"type": "string", "required": true}, '
+    '"score": {"type": "double", "required": true}}}, "required": true}]',
     "transcribe": '[{"type": "string", "name": "text", "required": true}, '
     '{"type": "double", "name": "score", "required": true}]',
 }
