@@ -399,7 +399,11 @@ class PredictKeywords(TypedDict, total=False):
     multi_label: bool
     """Judge each of `candidate_labels` by itself: several may be right."""
     threshold: float
-    """Score above which the objects of an image are written, 0 to 1."""
+    """Score above which the objects or segments of an image are written, 0 to 1; -1 for that of
+    transformers' pipelines, 0.5 of objects and 0.9 of segments."""
+    subtask: Literal["auto", "panoptic", "semantic"]
+    """Kind of segmentation: `semantic` joins the objects of a panoptic model by label; `auto` is
+    panoptic where the model can."""
     dimensions: int
     """Number of leading dimensions of an embedding to keep, for models trained with Matryoshka
     representation learning; 0 for all."""

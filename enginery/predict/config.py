@@ -56,8 +56,12 @@ class PredictConfig:
     """What is said of a text with a label, in place of `{}`, for `candidate_labels`."""
     multi_label: bool = False
     """Judge each of `candidate_labels` by itself: several may be right."""
-    threshold: float = 0.5
-    """Score above which the objects of an image are written, 0 to 1."""
+    threshold: float = -1.0
+    """Score above which the objects or segments of an image are written, 0 to 1; -1 for that of
+    transformers' pipelines, 0.5 of objects and 0.9 of segments."""
+    subtask: Literal["auto", "panoptic", "semantic"] = "auto"
+    """Kind of segmentation: `semantic` joins the objects of a panoptic model by label; `auto` is
+    panoptic where the model can."""
     dimensions: int = 0
     """Number of leading dimensions of an embedding to keep, for models trained with Matryoshka
     representation learning; 0 for all."""

@@ -40,6 +40,7 @@ _TASK_OPTIONS = {
     "hypothesis_template": "hypothesis_template",
     "multi_label": "multi_label",
     "threshold": "threshold",
+    "subtask": "subtask",
     "dimensions": "dimensions",
     "prompt_name": "prompt_name",
     "max_tokens": "max_answer_tokens",
@@ -120,6 +121,8 @@ def read_options(task: type[Task], config: PredictConfig) -> TaskOptions:
     # Options of a task have the types of JSON, and null for all dimensions and the model's labels.
     values = {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
     values |= {name: values.get(name) or None for name in ("dimensions", "candidate_labels")}
+    if values.get("threshold") == PredictConfig.threshold:
+        del values["threshold"]
     try:
         return task.Options.read(values)
     except TaskOptionError as error:

@@ -46,11 +46,11 @@ from enginery.runtime.tasks.row_stream import (
     Window,
     run_here,
 )
+from enginery.runtime.tasks.segment import Segment, Subtask
 from enginery.runtime.tasks.tag import Aggregation, TokenSpan
 from enginery.runtime.tasks.task import (
     InputLimits,
     MediaTask,
-    ModelInputs,
     Row,
     RowValues,
     Task,
@@ -84,10 +84,10 @@ class Model(Closeable):
     """A model loaded for inference. A context manager; closing it frees the session.
 
     Call the method of its task: `embed`, `classify`, `tag`, `answer`, `fill`, `classify_images`,
-    `embed_images`, `detect`, `classify_audio`, `transcribe`, or `generate` and `stream`; the
-    methods of other tasks raise InputError. A method takes a list of inputs and returns the results
-    in the same order. Texts and audio that are longer than the model takes are truncated, and
-    counted in `truncated`; texts beyond the `length_limit` of the artifact raise InputError.
+    `embed_images`, `detect`, `segment`, `classify_audio`, `transcribe`, or `generate` and `stream`;
+    the methods of other tasks raise InputError. A method takes a list of inputs and returns the
+    results in the same order. Texts and audio that are longer than the model takes are truncated,
+    and counted in `truncated`; texts beyond the `length_limit` of the artifact raise InputError.
 
     Every method raises InputError for an invalid input, with its index, and for an option's value
     that is out of range.
@@ -159,8 +159,7 @@ class Model(Closeable):
         task = cast("Task", batches.task)
         read = task.Options.read(options)
         if isinstance(task, MediaTask):  # rows are large: do not hold all of them in memory
-            outputs = batches.run_stream(map(self._count, task.read_rows(inputs)))
-            return task.postprocess(ModelInputs([]), outputs, read)
+            return batches.answer_stream(map(self._count, task.read_rows(inputs)), read)
         if self._on_gpu and isinstance(inputs, list | tuple) and len(inputs) > _FIRST_WINDOW:
             return self._run_windows(batches, inputs, read)
         work = task.preprocess(inputs, read)
@@ -369,6 +368,40 @@ class Model(Closeable):
         """
         detections: list[list[Detection]] = self._run_task("detect", images, threshold=threshold)
         return detections
+
+    def segment(
+        self,
+        images: Sequence[ImageInput],
+        *,
+        threshold: float = 0.9,
+        mask_threshold: float = 0.5,
+        overlap_mask_area_threshold: float = 0.5,
+        subtask: Subtask = "auto",
+    ) -> list[list[Segment]]:
+        """Segment images: by label or, with a panoptic model, by object.
+
+        Args:
+            images: paths, contents of files, Pillow images, or uint8 arrays (height, width,
+                channels).
+            threshold: of panoptic models, queries with a higher score are segments.
+            mask_threshold: score from which a pixel counts towards the area of a query.
+            overlap_mask_area_threshold: a query of whose area others leave no more than this share
+                is no segment.
+            subtask: `semantic` joins the objects of a panoptic model by label; `auto` is panoptic
+                where the model can.
+
+        Returns:
+            The segments of each image as in transformers' pipeline, with masks of its own size.
+        """
+        segments: list[list[Segment]] = self._run_task(
+            "segment",
+            images,
+            threshold=threshold,
+            mask_threshold=mask_threshold,
+            overlap_mask_area_threshold=overlap_mask_area_threshold,
+            subtask=subtask,
+        )
+        return segments
 
     def embed_images(
         self,

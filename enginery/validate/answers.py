@@ -63,6 +63,7 @@ from enginery.validate.compare import ComparisonLimits
 from enginery.validate.metrics.differences import compute_differences
 from enginery.validate.objects import ObjectLimits, compare_objects
 from enginery.validate.reference import LastStep, Reference
+from enginery.validate.segments import Segments, as_segments, compare_segments
 
 RunGraph = Callable[[Feeds], dict[str, NDArray[Any]]]
 
@@ -73,6 +74,7 @@ _REFERENCES = {
     "fill": "transformers' fill-mask pipeline",
     "classify_images": "transformers' image-classification pipeline",
     "detect": "transformers' object-detection pipeline",
+    "segment": "transformers' image-segmentation pipeline",
     "classify_audio": "transformers' audio-classification pipeline",
     "transcribe": "transformers' automatic-speech-recognition pipeline",
     "embed": "sentence-transformers' rule",
@@ -83,6 +85,7 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "answer": {"top_k": 3},
     "fill": {"top_k": 5},
     "detect": {"threshold": 0.0},
+    "segment": {"threshold": 0.0, "mask_threshold": 0.0, "overlap_mask_area_threshold": 0.0},
 }
 """Options of a task beside its defaults: the pipelines are asked for as many results."""
 
@@ -102,6 +105,8 @@ _FP32_ROUNDINGS = 32
 in a batch: 1.9e-6 of it. Runs of the tiny and of real models were seen below a tenth of that."""
 _SCORE_ROUNDING = 1e-6
 """What two correct implementations of softmax and of a mean may differ by."""
+_SEGMENT_ROUNDING = 2e-6
+"""transformers rounds the score of a segment to six decimals."""
 _EDITS_OF_A_TIE, _SPANS_OF_A_TIE = 2, 4
 """How many letters of a text, or spans of both sides, one near tie may change."""
 _SHOWN = 40
@@ -587,6 +592,9 @@ def _plain(verb: str, result: Any) -> Any:
         return result.text
     if verb == "detect":
         return {"objects": to_plain(result)}
+    if verb == "segment":
+        masks = [segment.pixels for segment in result]
+        return as_segments([(segment.label, segment.score) for segment in result], masks)
     return result
 
 
@@ -644,6 +652,13 @@ def _difference(answer: Any, expected: Mapping[str, Any], limits: AnswerLimits) 
         limits: how far they may be apart.
     """
     arrays = expected["arrays"]
+    if isinstance(answer, Segments):
+        error = limits.error(expected["scale"])
+        # The planes' margins are evenly spaced quantiles.
+        tied = float(np.mean([margin <= 2 * error for margin in expected["margins"]] or [0.0]))
+        reference = as_segments(expected["answer"], arrays["masks"])
+        score_error = error + _SEGMENT_ROUNDING
+        return Difference(*compare_segments(answer, reference, score_error=score_error, tied=tied))
     if isinstance(answer, np.ndarray):
         return _compare_vectors(answer, arrays["vector"], limits)
     if isinstance(answer, dict) and arrays:

@@ -3,6 +3,7 @@
 import base64
 import json
 
+import numpy as np
 import pytest
 from huggingface_hub import InferenceClient
 from huggingface_hub.utils import reset_sessions
@@ -10,12 +11,19 @@ from huggingface_hub.utils import reset_sessions
 from enginery import load_model, predict_file
 from enginery.core.errors import OptionError
 from enginery.runtime.tasks.results import to_plain
+from enginery.runtime.tasks.segment import Segment
 from enginery.serve.config import ServeConfig
 from tests import tiny
 from tests.serve.conftest import Running
 from tests.tiny_vision import encoded_picture, save_vision_model
 
 PICTURE = encoded_picture((90, 70))
+
+
+def text(content):
+    return base64.b64encode(content).decode()
+
+
 OTHER = encoded_picture((40, 64))
 
 
@@ -27,9 +35,17 @@ def detector(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def running(detector, tiny_paths):
+def segmenter(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("segmenter")
+    source = save_vision_model("segformer", "semantic-segmentation", folder / "source")
+    return tiny.tiny_artifact("", "semantic-segmentation", folder / "artifact", source=source)
+
+
+@pytest.fixture(scope="module")
+def running(detector, segmenter, tiny_paths):
     server = Running(
-        {"cars": detector.path, **tiny_paths("photos")}, ServeConfig(access_log="off", max_inputs=4)
+        {"cars": detector.path, "roads": segmenter.path, **tiny_paths("photos")},
+        ServeConfig(access_log="off", max_inputs=4),
     )
     yield server
     server.close()
@@ -58,10 +74,6 @@ def near(detections):
     return [{**item, "score": pytest.approx(item["score"], abs=1e-5)} for item in detections]
 
 
-def text(content):
-    return base64.b64encode(content).decode()
-
-
 def test_a_client_of_hugging_face_gets_objects(client_of, expected):
     client = client_of("/models/cars/object-detection")
     objects = client.object_detection(PICTURE, threshold=0.0)
@@ -87,6 +99,21 @@ def test_objects_over_the_open_inference_protocol(running, expected):
     assert [json.loads(item) for item in output["data"]] == [near(expected[0])]
 
 
+def test_a_client_of_hugging_face_gets_segments(client_of, segmenter, running):
+    with load_model(segmenter) as model:
+        (expected,) = model.segment([PICTURE])
+    client = client_of("/models/roads/image-segmentation")
+    for options in ({}, {"threshold": 0.5}):
+        segments = client.image_segmentation(PICTURE, **options)
+        assert [(item.label, item.score) for item in segments] == [
+            (item.label, None) for item in expected
+        ]
+        for item, wanted in zip(segments, expected, strict=True):
+            assert (np.asarray(item.mask) == wanted.pixels * 255).all()
+    answer = running("POST", "/predict/roads", {"inputs": text(PICTURE)}).json
+    assert answer["outputs"] == to_plain(expected)
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "message"),
     [
@@ -104,6 +131,18 @@ def test_objects_over_the_open_inference_protocol(running, expected):
             {"inputs": "AAAA", "parameters": {"treshold": 1}},
             422,
             "did you mean 'threshold'",
+        ),
+        (
+            "roads/image-segmentation",
+            {"inputs": text(PICTURE), "parameters": {"subtask": "panoptic"}},
+            422,
+            "it is semantic",
+        ),
+        (
+            "roads/image-segmentation",
+            {"inputs": text(PICTURE), "parameters": {"subtask": "instance"}},
+            422,
+            "expected auto or panoptic or semantic",
         ),
         ("photos/object-detection", {"inputs": "AAAA"}, 422, "detects objects in images"),
         ("none/object-detection", {"inputs": "AAAA"}, 404, "none"),
@@ -137,3 +176,17 @@ def test_a_folder_becomes_a_table_of_objects(detector, expected, tmp_path):
     assert "not a complete image" in rows[2]["error"]
     with pytest.raises(OptionError, match=r"threshold: found the number 2, .* from 0 to 1"):
         predict_file(detector, str(tmp_path / "images"), out, threshold=2.0)
+
+
+def test_a_folder_becomes_a_table_of_masks(segmenter, tmp_path):
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "a.png").write_bytes(PICTURE)
+    out = tmp_path / "out.jsonl"
+    predict_file(segmenter, str(tmp_path / "images"), out)
+    (row,) = [json.loads(line) for line in out.read_text().splitlines()]
+    segments = [Segment(**item) for item in row["segments"]]
+    assert segments[0].pixels.shape == (70, 90)
+    with load_model(segmenter) as model:
+        assert segments == model.segment([PICTURE])[0]
+    with pytest.raises(OptionError, match="subtask is panoptic"):
+        predict_file(segmenter, str(tmp_path / "images"), out, subtask="panoptic", force=True)

@@ -13,11 +13,12 @@ from enginery.core.errors import ArtifactError
 from enginery.runtime.tasks.answer import Answer
 from enginery.runtime.tasks.audio import ClassifyAudio, Transcribe
 from enginery.runtime.tasks.classify import Classify
-from enginery.runtime.tasks.detect import Detect
+from enginery.runtime.tasks.detect import DetectObjects
 from enginery.runtime.tasks.embed import Embed
 from enginery.runtime.tasks.fill import Fill
 from enginery.runtime.tasks.generate import Generate, GenerateFromAudio, GenerateFromImages
 from enginery.runtime.tasks.images import ClassifyImages, EmbedImages
+from enginery.runtime.tasks.segment import SegmentImages
 from enginery.runtime.tasks.tag import Tag
 from enginery.runtime.tasks.task import Modality, Task
 from enginery.runtime.tasks.two_towers import EmbedImagesOfBoth, EmbedTextsOfBoth
@@ -32,7 +33,8 @@ TASKS: dict[str, type[Task]] = {
         Fill,
         ClassifyImages,
         EmbedImages,
-        Detect,
+        DetectObjects,
+        SegmentImages,
         ClassifyAudio,
         Transcribe,
         Generate,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 from enginery.core.shapes import canonical_dim, choose_profile
 from enginery.runtime.onnxruntime.ladder import BATCH, SEQUENCE
 from enginery.runtime.onnxruntime.runner import OrtRunner
-from enginery.runtime.tasks.task import Arrays, Row, RowTask, RowValues
+from enginery.runtime.tasks.task import Arrays, MediaTask, ModelInputs, Row, RowTask, RowValues
 from enginery.runtime.tasks.tensors import Tensors
 from enginery.runtime.text.batching import (
     GPU_BATCH_COST,
@@ -158,17 +158,36 @@ class BatchRunner:
                 outputs[index] = output
         return outputs
 
-    def run_stream(self, rows: Iterable[Row]) -> list[Any]:
+    def answer_stream(self, rows: Iterable[Row], options: Any) -> Any:
+        """Run rows of images or audio from an iterable; return the task's results in their order.
+
+        Args:
+            rows: the rows, of which only those of incomplete batches are in memory.
+            options: options of the task.
+        """
+        finish = partial(self.task.postprocess, ModelInputs([]), options=options)
+        if isinstance(self.task, MediaTask) and self.task.has_large_outputs:
+            return self.run_stream(rows, finish)
+        return finish(self.run_stream(rows))
+
+    def run_stream(
+        self, rows: Iterable[Row], finish: Callable[[list[Any]], list[Any]] = list
+    ) -> list[Any]:
         """Run rows from an iterable; return outputs in the order of the rows.
 
         Each batch runs as soon as it is full, so only the rows of incomplete batches are in memory.
         Use it for large rows, such as images and audio.
+
+        Args:
+            rows: the rows.
+            finish: turns the outputs of each batch into what is returned.
         """
         outputs: list[Any] = []
         waiting: dict[Any, dict[int, Row]] = {}
 
         def run(batch: dict[int, Row]) -> None:
-            for index, output in zip(batch, self.run(list(batch.values())), strict=True):
+            results = finish(self.run(list(batch.values())))
+            for index, output in zip(batch, results, strict=True):
                 outputs[index] = output
 
         for index, row in enumerate(rows):

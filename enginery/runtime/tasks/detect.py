@@ -94,7 +94,7 @@ class DetectOptions(TaskOptions):
 
 
 @dataclass
-class Detect(ImageTask):
+class DetectObjects(ImageTask):
     """Find objects in images."""
 
     verb = "detect"

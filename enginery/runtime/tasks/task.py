@@ -334,6 +334,9 @@ class Task(RowTask):
 class MediaTask(Task):
     """Base of tasks on images or audio. Inputs are read one by one, because rows are large."""
 
+    has_large_outputs: ClassVar[bool] = False
+    """True if the outputs of a list of inputs may take gigabytes, and their results do not."""
+
     def preprocess(self, inputs: Sequence[Any], options: Any) -> ModelInputs:
         """Read each input into one row."""
         return ModelInputs(list(self.read_rows(inputs)))

@@ -52,6 +52,15 @@ class DetectedObject(Schema):
     box: BoundingBox
 
 
+class ImageSegment(Schema):
+    """A segment of an image."""
+
+    label: str
+    score: float | None
+    mask: str
+    """A PNG in base64: 255 for the pixels of the segment, else 0."""
+
+
 def _paths(task: str) -> tuple[str, str]:
     return f"/{task}", f"/models/{{model}}/{task}"
 
@@ -84,6 +93,21 @@ async def classify_image(request: Request) -> Response:
 async def detect_objects(request: Request) -> Response:
     """Answer POST /object-detection."""
     results, is_single = await _results(request, "detect")
+    return json_response(results[0] if is_single else results)
+
+
+@routes.post(
+    *_paths("image-segmentation"),
+    summary="Segment an image",
+    body=PredictAnyRequest,
+    other_bodies=_BODIES,
+    response=list[ImageSegment] | list[list[ImageSegment]],
+    statuses=INFERENCE_STATUSES,
+    runs_model=True,
+)
+async def segment_image(request: Request) -> Response:
+    """Answer POST /image-segmentation."""
+    results, is_single = await _results(request, "segment")
     return json_response(results[0] if is_single else results)
 
 

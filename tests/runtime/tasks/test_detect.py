@@ -15,7 +15,7 @@ from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.pytorch.side_files import load_pillow_processor
 from enginery.runtime.tasks import require_task
-from enginery.runtime.tasks.detect import _RULES, Detect, read_objects
+from enginery.runtime.tasks.detect import _RULES, DetectObjects, read_objects
 from enginery.runtime.tasks.results import (
     arrow_fields,
     arrow_rows,
@@ -82,10 +82,10 @@ def test_an_overflow_is_an_object_without_a_score(kind, where):
 def test_results_have_columns_and_tensors():
     rule = _RULES["Detr"]
     objects = read_objects(*outputs(queries=5, classes=LABELS + 1), SIZE, rule, CONFIG, 0.0)
-    assert [field.name for field in arrow_fields(Detect.result_type)] == ["detections"]
-    ((row,),) = arrow_rows(Detect.result_type, [objects])
+    assert [field.name for field in arrow_fields(DetectObjects.result_type)] == ["detections"]
+    ((row,),) = arrow_rows(DetectObjects.result_type, [objects])
     assert row == [item.to_dict() for item in objects]
-    tensors = result_tensors(Detect.result_type, [objects, []])["detections"]
+    tensors = result_tensors(DetectObjects.result_type, [objects, []])["detections"]
     assert [json.loads(item) for item in tensors] == [row, []]
 
 
@@ -144,7 +144,7 @@ def test_a_processor_without_a_rule_leaves_the_tensors(detector, tmp_path):
     (tmp_path / "artifact" / "preprocessor_config.json").write_text(json.dumps(settings))
     copied = replace(artifact, path=tmp_path / "artifact")
     with pytest.raises(UnreadableOutputsError, match="not known for ViTImageProcessor"):
-        Detect.open(copied, artifact.manifest.graphs[0])
+        DetectObjects.open(copied, artifact.manifest.graphs[0])
 
 
 def test_other_layouts_are_no_detections():

@@ -23,6 +23,7 @@ from enginery.runtime.tasks.detect import Box, Detection
 from enginery.runtime.tasks.fill import Filling, MaskFillings
 from enginery.runtime.tasks.generate import Generate, GenerateOptions, Generation
 from enginery.runtime.tasks.results import is_finite, output_tensors, to_plain
+from enginery.runtime.tasks.segment import Segment, make_segment
 from enginery.runtime.tasks.tag import TokenSpan
 from enginery.serve.api.endpoints import json_response
 from enginery.serve.api.oip_tensors import task_metadata, tensors_from_results
@@ -32,6 +33,7 @@ LABELS = [
     Classification((Label("müde", 0.5), Label("glad", 0.5))),
 ]
 SMALL = Box(-1, 0, 5, 6)
+MASK = make_segment("", None, np.array([[True, True, True, False]])).mask
 RESULTS: dict[str, list[Any]] = {
     "embed": [np.array([0.5, -1.0], np.float32), np.array([0.0, 2.0], np.float32)],
     "embed_images": [np.array([0.5, -1.0], np.float32)],
@@ -52,6 +54,7 @@ RESULTS: dict[str, list[Any]] = {
         )
     ],
     "detect": [[Detection("cat", 0.75, Box(1, 2, 30, 40)), Detection("ox", 0.5, SMALL)], []],
+    "segment": [[Segment("sky", None, MASK), Segment("car", 0.5, MASK)], []],
     "transcribe": [Transcription("it is warm", 0.5), Transcription("", 0.25)],
 }
 """A made-up result for each task."""
@@ -90,6 +93,7 @@ COLUMNS: dict[tuple[str, int], list[str]] = {
         "detections: list<item: struct<label: string, score: float, box: struct<xmin: int64, "
         "ymin: int64, xmax: int64, ymax: int64>>>"
     ],
+    ("segment", 0): ["segments: list<item: struct<label: string, score: float, mask: string>>"],
     ("transcribe", 0): ["text: string", "score: float"],
 }
 """Verb and `top_k`, 0 if it is left out -> columns of a table."""
@@ -171,6 +175,15 @@ ROWS: dict[tuple[str, int], list[dict[str, Any]]] = {
         },
         {"detections": []},
     ],
+    ("segment", 0): [
+        {
+            "segments": [
+                {"label": "sky", "score": None, "mask": MASK},
+                {"label": "car", "score": 0.5, "mask": MASK},
+            ]
+        },
+        {"segments": []},
+    ],
     ("transcribe", 0): [{"text": "it is warm", "score": 0.5}, {"text": "", "score": 0.25}],
 }
 
@@ -190,6 +203,7 @@ OUTPUTS: dict[str, list[tuple[str, str, list[int]]]] = {
     ],
     "fill": [("fillings", "BYTES", [-1])],
     "detect": [("detections", "BYTES", [-1])],
+    "segment": [("segments", "BYTES", [-1])],
     "transcribe": [("text", "BYTES", [-1]), ("score", "FP32", [-1])],
 }
 """Verb -> name, datatype and shape of each tensor, as the Open Inference Protocol declares them."""
@@ -253,6 +267,20 @@ TENSORS: dict[str, list[tuple[str, str, tuple[int, ...], list[Any]]]] = {
             ],
         )
     ],
+    "segment": [
+        (
+            "segments",
+            "BYTES",
+            (2,),
+            [
+                (
+                    f'[{{"label": "sky", "score": null, "mask": "{MASK}"}}, '
+                    f'{{"label": "car", "score": 0.5, "mask": "{MASK}"}}]'
+                ).encode(),
+                b"[]",
+            ],
+        )
+    ],
     "transcribe": [
         ("text", "BYTES", (2,), [b"it is warm", b""]),
         ("score", "FP32", (2,), [0.5, 0.25]),
@@ -289,6 +317,11 @@ JSON: dict[str, list[str]] = {
         '{"label":"ox","score":0.5,"box":{"xmin":-1,"ymin":0,"xmax":5,"ymax":6}}]',
         "[]",
     ],
+    "segment": [
+        f'[{{"label":"sky","score":null,"mask":"{MASK}"}},'
+        f'{{"label":"car","score":0.5,"mask":"{MASK}"}}]',
+        "[]",
+    ],
     "transcribe": ['{"text":"it is warm","score":0.5}', '{"text":"","score":0.25}'],
 }
 
@@ -314,6 +347,10 @@ WORDS: dict[str, list[tuple[dict[str, str], str]]] = {
         ({"answer": "none 0.50"}, '{"answers":[{"text":"","score":0.5,"start":0,"end":0}]}'),
     ],
     "fill": [({"answer": "warm 0.50; cöld 0.25 | on 0.12"}, '{"masks":[[{"token":"warm",')],
+    "segment": [
+        ({"answer": "sky on 75%, car 0.50 on 75%"}, '{"segments":[{"label":"sky",'),
+        ({"answer": "nothing found"}, '{"segments":[]}'),
+    ],
     "detect": [
         (
             {"answer": "cat 0.75 at (1, 2, 30, 40), ox 0.50 at (-1, 0, 5, 6)"},
@@ -357,6 +394,9 @@ SIGNATURES = {
     '"required": true}, "ymax": {"type": "long", "required": true}, "ymin": {"type": "long", '
     '"required": true}}, "required": true}, "label": {"type": "string", "required": true}, '
     '"score": {"type": "double", "required": true}}}, "required": true}]',
+    "segment": '[{"type": "array", "items": {"type": "object", "properties": {"label": {"type": '
+    '"string", "required": true}, "mask": {"type": "string", "required": true}, "score": {"type": '
+    '"double", "required": false}}}, "required": true}]',
     "transcribe": '[{"type": "string", "name": "text", "required": true}, '
     '{"type": "double", "name": "score", "required": true}]',
 }
@@ -472,8 +512,12 @@ def test_signature_for_mlflow(verb):
     task = TASKS[verb]
     graph_input = {"text": "input_ids", "image": "pixel_values", "audio": "input_values"}
     specs = [SimpleNamespace(name=graph_input[task.modality])]
+    outputs = [
+        SimpleNamespace(name=name, dims=("batch",) * rank)
+        for name, rank in (task.graph_outputs or {"logits": 4}).items()
+    ]
     manifest: Any = SimpleNamespace(
-        task=task.tasks[0], graphs=[SimpleNamespace(inputs=specs, outputs=[])]
+        task=task.tasks[0], graphs=[SimpleNamespace(inputs=specs, outputs=outputs)]
     )
     schema = signature(manifest)
     assert schema.outputs.to_json() == SIGNATURES[verb]
@@ -498,6 +542,8 @@ NOT_FINITE: dict[str, list[Any]] = {
     "tag": [[TokenSpan("PER", 0.5, 0, 3, "Ada"), TokenSpan("PER", math.nan, 0, 3, "Ada")]],
     "answer": [[ContextAnswer("", math.nan, 0, 0)]],
     "fill": [MaskFillings(((), (Filling("warm", 7, math.inf, "it is warm"),)))],
+    "detect": [[Detection("ox", math.nan, SMALL)]],
+    "segment": [[Segment("sky", None, ""), Segment("car", math.nan, "")]],
     "transcribe": [Transcription("", math.nan)],
 }
 

@@ -6,6 +6,7 @@ import json
 from dataclasses import fields, is_dataclass
 from io import BytesIO
 from pathlib import Path
+from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from enginery.core.artifact.manifest import Manifest
@@ -107,14 +108,20 @@ def _column_type(kind: Any) -> Any:
     if kind in scalars:
         return scalars[kind]
     if is_dataclass(kind):
-        return Object([Property(name, part) for name, part in _field_types(kind).items()])
+        hints, kinds = get_type_hints(kind), _field_types(kind)
+        return Object(
+            [
+                Property(name, part, required=NoneType not in get_args(hints[name]))
+                for name, part in kinds.items()
+            ]
+        )
     return Array(_column_type(get_args(kind)[0]))
 
 
 def _field_types(kind: Any) -> dict[str, Any]:
     """Return MLflow's type of each field of a dataclass."""
     hints = get_type_hints(kind)
-    return {field.name: _column_type(hints[field.name]) for field in fields(kind)}
+    return {field.name: _column_type(bare_type(hints[field.name])) for field in fields(kind)}
 
 
 def input_example(package: Package) -> Any:
