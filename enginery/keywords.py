@@ -393,9 +393,11 @@ class PredictKeywords(TypedDict, total=False):
     aggregation: Literal["none", "simple", "first", "average", "max"]
     """Strategy that merges tokens into spans, as in transformers' pipeline."""
     candidate_labels: tuple[str, ...] | list[str]
-    """A label to choose from, for a model of natural language inference; repeat it for several."""
+    """A label to choose from, for a model of natural language inference, or of texts and images
+    such as CLIP; repeat it for several."""
     hypothesis_template: str
-    """What is said of a text with a label, in place of `{}`, for `candidate_labels`."""
+    """What is said of an input with a label, in place of `{}`, for `candidate_labels`. Empty for
+    "This example is {}." of texts, and "This is a photo of {}." of images."""
     multi_label: bool
     """Judge each of `candidate_labels` by itself: several may be right."""
     threshold: float

@@ -196,7 +196,7 @@ class WindowRunner:
                 truncated += row.truncated
                 return row
 
-            rows = map(counted, self.task.read_rows(inputs))
+            rows = map(counted, self.task.read_rows(inputs, self.options))
             results = self.batches.answer_stream(rows, self.options)
             stats.truncated += truncated
             return results

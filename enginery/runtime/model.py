@@ -60,6 +60,7 @@ from enginery.runtime.tasks.task import (
 )
 from enginery.runtime.tasks.text_generator import TextGenerator, open_rows
 from enginery.runtime.tasks.zero_shot import TEMPLATE
+from enginery.runtime.tasks.zero_shot_images import IMAGE_TEMPLATE
 from enginery.runtime.text.batching import GPU_MAX_ROWS, GPU_MAX_TOKENS
 from enginery.runtime.text.chat_template import Message
 
@@ -84,10 +85,11 @@ class Model(Closeable):
     """A model loaded for inference. A context manager; closing it frees the session.
 
     Call the method of its task: `embed`, `classify`, `tag`, `answer`, `fill`, `classify_images`,
-    `embed_images`, `detect`, `segment`, `classify_audio`, `transcribe`, or `generate` and `stream`;
-    the methods of other tasks raise InputError. A method takes a list of inputs and returns the
-    results in the same order. Texts and audio that are longer than the model takes are truncated,
-    and counted in `truncated`; texts beyond the `length_limit` of the artifact raise InputError.
+    `embed_images`, `zero_shot_images`, `detect`, `segment`, `classify_audio`, `transcribe`, or
+    `generate` and `stream`; the methods of other tasks raise InputError. A method takes a list of
+    inputs and returns the results in the same order. Texts and audio that are longer than the model
+    takes are truncated, and counted in `truncated`; texts beyond the `length_limit` of the artifact
+    raise InputError.
 
     Every method raises InputError for an invalid input, with its index, and for an option's value
     that is out of range.
@@ -159,7 +161,7 @@ class Model(Closeable):
         task = cast("Task", batches.task)
         read = task.Options.read(options)
         if isinstance(task, MediaTask):  # rows are large: do not hold all of them in memory
-            return batches.answer_stream(map(self._count, task.read_rows(inputs)), read)
+            return batches.answer_stream(map(self._count, task.read_rows(inputs, read)), read)
         if self._on_gpu and isinstance(inputs, list | tuple) and len(inputs) > _FIRST_WINDOW:
             return self._run_windows(batches, inputs, read)
         work = task.preprocess(inputs, read)
@@ -273,6 +275,38 @@ class Model(Closeable):
             hypothesis_template=hypothesis_template,
             multi_label=multi_label,
         )
+
+    def zero_shot_images(
+        self,
+        images: Sequence[ImageInput],
+        labels: Sequence[str],
+        *,
+        hypothesis_template: str = IMAGE_TEMPLATE,
+        top_k: int = 0,
+    ) -> list[Classification]:
+        """Choose among labels for images, with a model such as CLIP or SigLIP.
+
+        The scores are those of transformers' zero-shot-image-classification pipeline: they sum to 1
+        for each image, or of SigLIP are of each label by itself.
+
+        Args:
+            images: paths, contents of files, Pillow images, or uint8 arrays (height, width,
+                channels).
+            labels: the labels, at most 100.
+            hypothesis_template: what is said of an image with a label, in place of `{}`.
+            top_k: number of labels of each image, best first; 0 for all.
+
+        Raises:
+            InputError: there is no label, or one is empty or too long.
+        """
+        classifications: list[Classification] = self._run_task(
+            "zero_shot_images",
+            images,
+            candidate_labels=list(labels) or None,
+            hypothesis_template=hypothesis_template,
+            top_k=top_k,
+        )
+        return classifications
 
     def tag(
         self,

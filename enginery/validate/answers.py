@@ -58,6 +58,7 @@ from enginery.runtime.tasks import is_generating, manifest_task, manifest_tasks
 from enginery.runtime.tasks.batch_runner import BatchRunner
 from enginery.runtime.tasks.results import to_plain
 from enginery.runtime.tasks.task import Row, Task, UnreadableOutputsError
+from enginery.runtime.tasks.zero_shot_images import ZeroShotImages
 from enginery.runtime.text.tokenizer import TEXT_INPUTS
 from enginery.validate.compare import ComparisonLimits
 from enginery.validate.metrics.differences import compute_differences
@@ -75,16 +76,19 @@ _REFERENCES = {
     "classify_images": "transformers' image-classification pipeline",
     "detect": "transformers' object-detection pipeline",
     "segment": "transformers' image-segmentation pipeline",
+    "zero_shot_images": "transformers' zero-shot-image-classification pipeline",
     "classify_audio": "transformers' audio-classification pipeline",
     "transcribe": "transformers' automatic-speech-recognition pipeline",
     "embed": "sentence-transformers' rule",
     "embed_both": "get_text_features and get_image_features of the model's class",
     "tensors": "the model and its processor in transformers",
 }
+_LABELS = ("cat", "two boats", "a street in the rain")
 _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "answer": {"top_k": 3},
     "fill": {"top_k": 5},
     "detect": {"threshold": 0.0},
+    "zero_shot_images": {"candidate_labels": list(_LABELS)},
     "segment": {"threshold": 0.0, "mask_threshold": 0.0, "overlap_mask_area_threshold": 0.0},
 }
 """Options of a task beside its defaults: the pipelines are asked for as many results."""
@@ -322,7 +326,7 @@ def _kind(reference: Reference, record: GraphRecord) -> tuple[str, str]:
     if len(manifest.graphs) > 1:
         return "", "the artifact has several graphs"
     task = manifest_task(manifest, record)
-    if len(manifest_tasks(manifest, record)) > 1:
+    if len(manifest_tasks(manifest, record)) > 1 and task is not ZeroShotImages:
         return "embed_both", ""
     if task is not None and task.verb in _REFERENCES and _is_readable(task, artifact, record):
         if task.verb == "classify" and read_logit_score(artifact.path) is not None:
@@ -352,9 +356,12 @@ def _is_readable(task: type[Task], artifact: Artifact, record: GraphRecord) -> b
 def _raw_inputs(artifact: Artifact, record: GraphRecord, kind: str) -> list[RawInput]:
     """Return the raw inputs of a task."""
     images: list[RawInput] = []
-    if takes_images(record) or kind == "embed_both":
+    if takes_images(record) or kind in ("embed_both", "zero_shot_images"):
+        labels = {"labels": _LABELS} if kind == "zero_shot_images" else {}
         images = [
-            RawInput(f"image of {image.shape[1]} × {image.shape[0]}", image, {"image": image})
+            RawInput(
+                f"image of {image.shape[1]} × {image.shape[0]}", image, {"image": image, **labels}
+            )
             for image in (*synthetic_images(_IMAGES), _wide(synthetic_images(1)[0]))
         ]
     if images and kind != "embed_both":
@@ -571,16 +578,18 @@ def _open_side(
         if takes_audio(record):
             feeder = SoundFeeder
         return _TensorSide(record, feeder.open(artifact, record), run)
+    verbs = ("embed", "embed_images") if kind == "embed_both" else (kind,)
     sides = []
     for task_class in manifest_tasks(artifact.manifest, record):
-        task = task_class.open(artifact, record)
-        sides.append(_TaskSide(task, BatchRunner(task, runner), run))
+        if task_class.verb in verbs:
+            task = task_class.open(artifact, record)
+            sides.append(_TaskSide(task, BatchRunner(task, runner), run))
     return _BothSides(*sides) if kind == "embed_both" else sides[0]
 
 
 def _plain(verb: str, result: Any) -> Any:
     """Return a result in the form of a `RawAnswer`."""
-    if verb in ("classify", "classify_images", "classify_audio"):
+    if verb in ("classify", "classify_images", "classify_audio", "zero_shot_images"):
         return [[label.label, label.score] for label in result.labels]
     if verb == "tag":
         return [[span.label, span.start, span.end, span.score] for span in result]

@@ -8,12 +8,13 @@ import pytest
 from huggingface_hub import InferenceClient
 from huggingface_hub.utils import reset_sessions
 
-from enginery import load_model, predict_file
+from enginery import export_model, load_model, predict_file
 from enginery.core.errors import OptionError
 from enginery.runtime.tasks.results import to_plain
 from enginery.runtime.tasks.segment import Segment
 from enginery.serve.config import ServeConfig
 from tests import tiny
+from tests.runtime.tasks.test_zero_shot_images import save_model as save_chooser
 from tests.serve.conftest import Running
 from tests.tiny_vision import encoded_picture, save_vision_model
 
@@ -42,9 +43,21 @@ def segmenter(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def running(detector, segmenter, tiny_paths):
+def chooser(tiny_model, tmp_path_factory, session_home):
+    folder = tmp_path_factory.mktemp("chooser")
+    source = save_chooser("CLIPModel", tiny_model("bert", "fill-mask"), folder / "source")
+    return export_model(str(source), task="zero-shot-image-classification", out=folder / "artifact")
+
+
+@pytest.fixture(scope="module")
+def running(detector, segmenter, chooser, tiny_paths):
     server = Running(
-        {"cars": detector.path, "roads": segmenter.path, **tiny_paths("photos")},
+        {
+            "clip": chooser.path,
+            "cars": detector.path,
+            "roads": segmenter.path,
+            **tiny_paths("photos"),
+        },
         ServeConfig(access_log="off", max_inputs=4),
     )
     yield server
@@ -114,6 +127,19 @@ def test_a_client_of_hugging_face_gets_segments(client_of, segmenter, running):
     assert answer["outputs"] == to_plain(expected)
 
 
+def test_a_client_of_hugging_face_chooses_labels(client_of, chooser, running):
+    names = ["cat", "two boats"]
+    with load_model(chooser) as model:
+        (expected,) = model.zero_shot_images([PICTURE], names)
+    wanted = [(label.label, pytest.approx(label.score, abs=1e-5)) for label in expected.labels]
+    client = client_of("/models/clip/zero-shot-image-classification")
+    answer = client.zero_shot_image_classification(PICTURE, candidate_labels=names)
+    assert [(item.label, item.score) for item in answer] == wanted
+    body = {"inputs": [text(PICTURE)] * 2, "parameters": {"candidate_labels": names}}
+    answers = running("POST", "/zero-shot-image-classification", body).json
+    assert [[(item["label"], item["score"]) for item in items] for items in answers] == [wanted] * 2
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "message"),
     [
@@ -143,6 +169,18 @@ def test_a_client_of_hugging_face_gets_segments(client_of, segmenter, running):
             {"inputs": text(PICTURE), "parameters": {"subtask": "instance"}},
             422,
             "expected auto or panoptic or semantic",
+        ),
+        (
+            "clip/zero-shot-image-classification",
+            {"inputs": text(PICTURE)},
+            422,
+            "candidate_labels is missing",
+        ),
+        (
+            "clip/zero-shot-image-classification",
+            {"inputs": text(PICTURE), "parameters": {"candidate_labels": ["a"] * 5}},
+            413,
+            "found 5 inputs",
         ),
         ("photos/object-detection", {"inputs": "AAAA"}, 422, "detects objects in images"),
         ("none/object-detection", {"inputs": "AAAA"}, 404, "none"),

@@ -32,11 +32,11 @@ from enginery.runtime.pytorch.side_files import load_pillow_processor
 
 Item = Mapping[str, Any]
 """A raw input: `text`, with `text_pair` for a pair; `question` and `context`; `image`, uint8
-(height, width, channels); or `raw`, float32 (samples,), with `sampling_rate`, in hertz. `{mask}` in
-a text stands for the tokenizer's mask token."""
+(height, width, channels), with `labels` to choose from; or `raw`, float32 (samples,), with
+`sampling_rate`, in hertz. `{mask}` in a text stands for the tokenizer's mask token."""
 Arrays = dict[str, NDArray[Any]]
 
-_LOGITS = ("logits", "start_logits", "end_logits")
+_LOGITS = ("logits", "start_logits", "end_logits", "logits_per_image")
 _TOP_ANSWERS, _TOP_FILLINGS = 3, 5
 _MARGINS = 32
 _PLANES = ("masks_queries_logits", "pred_masks")
@@ -126,6 +126,7 @@ class TorchAnswers:
             "classify_audio": self._classify_media,
             "detect": self._detect,
             "segment": self._segment,
+            "zero_shot_images": self._choose_labels,
             "transcribe": self._transcribe,
             "embed_both": self._embed_both,
         }
@@ -226,6 +227,12 @@ class TorchAnswers:
         pipeline = self._pipeline("object-detection", "image_processor")
         # All of them: what the default threshold drops would be compared with nothing.
         return lambda item: RawAnswer({"objects": pipeline(_image(item), threshold=0.0)})
+
+    def _choose_labels(self) -> Callable[[Item], RawAnswer]:
+        pipeline = self._pipeline("zero-shot-image-classification", "tokenizer", "image_processor")
+        return lambda item: RawAnswer(
+            _scores(pipeline(_image(item), candidate_labels=list(item["labels"])))
+        )
 
     def _segment(self) -> Callable[[Item], RawAnswer]:
         pipeline = self._pipeline("image-segmentation", "image_processor")

@@ -22,6 +22,7 @@ from enginery.runtime.tasks.segment import SegmentImages
 from enginery.runtime.tasks.tag import Tag
 from enginery.runtime.tasks.task import Modality, Task
 from enginery.runtime.tasks.two_towers import EmbedImagesOfBoth, EmbedTextsOfBoth
+from enginery.runtime.tasks.zero_shot_images import ZeroShotImages
 
 TASKS: dict[str, type[Task]] = {
     task.verb: task
@@ -35,6 +36,7 @@ TASKS: dict[str, type[Task]] = {
         EmbedImages,
         DetectObjects,
         SegmentImages,
+        ZeroShotImages,
         ClassifyAudio,
         Transcribe,
         Generate,
@@ -78,13 +80,15 @@ def find_task(name: str, *, modality: Modality = "text") -> type[Task] | None:
 
 
 def manifest_tasks(manifest: Manifest, record: GraphRecord | None = None) -> list[type[Task]]:
-    """Return the task classes for an artifact: two if its graph embeds texts and images.
+    """Return the task classes for an artifact: several if its graph takes texts and images.
 
     Args:
         manifest: the artifact's manifest.
         record: the graph to run; None for the first one.
     """
-    return [task for task in task_classes() if task.fits(manifest, record)]
+    fitting = [task for task in task_classes() if task.fits(manifest, record)]
+    # First the task that the artifact was exported for.
+    return sorted(fitting, key=lambda task: manifest.task not in task.tasks)
 
 
 def manifest_task(manifest: Manifest, record: GraphRecord | None = None) -> type[Task] | None:

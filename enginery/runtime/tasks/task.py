@@ -339,9 +339,9 @@ class MediaTask(Task):
 
     def preprocess(self, inputs: Sequence[Any], options: Any) -> ModelInputs:
         """Read each input into one row."""
-        return ModelInputs(list(self.read_rows(inputs)))
+        return ModelInputs(list(self.read_rows(inputs, options)))
 
-    def read_rows(self, inputs: Sequence[Any]) -> Iterator[Row]:
+    def read_rows(self, inputs: Sequence[Any], options: Any) -> Iterator[Row]:
         """Read inputs one by one, for `BatchRunner.run_stream`."""
         if isinstance(inputs, str | bytes) or not isinstance(inputs, Sequence):
             raise InputError(

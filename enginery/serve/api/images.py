@@ -111,6 +111,22 @@ async def segment_image(request: Request) -> Response:
     return json_response(results[0] if is_single else results)
 
 
+@routes.post(
+    *_paths("zero-shot-image-classification"),
+    summary="Choose among labels that the model was not trained on, for an image",
+    body=PredictAnyRequest,
+    other_bodies=_BODIES,
+    response=list[ImageLabel] | list[list[ImageLabel]],
+    statuses=INFERENCE_STATUSES,
+    runs_model=True,
+)
+async def choose_labels(request: Request) -> Response:
+    """Answer POST /zero-shot-image-classification."""
+    results, is_single = await _results(request, "zero_shot_images")
+    answers = [result.labels for result in results]
+    return json_response(answers[0] if is_single else answers)
+
+
 async def _results(request: Request, verb: str) -> tuple[Any, bool]:
     """Return a model's results for a request, and True if they are of one image, not of a list."""
     model, task = select_model(request, None, verb)

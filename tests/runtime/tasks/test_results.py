@@ -39,6 +39,7 @@ RESULTS: dict[str, list[Any]] = {
     "embed_images": [np.array([0.5, -1.0], np.float32)],
     "classify": LABELS,
     "classify_images": LABELS,
+    "zero_shot_images": LABELS,
     "classify_audio": LABELS[:1],
     "tag": [[TokenSpan("PER", 0.5, 0, 3, "Ada"), TokenSpan("LOC", 0.25, 13, 19, "London")], []],
     "answer": [
@@ -73,7 +74,7 @@ COLUMNS: dict[tuple[str, int], list[str]] = {
     ("embed_images", 0): ["embedding: fixed_size_list<item: float>[2]"],
     **{
         (verb, top_k): columns
-        for verb in ("classify", "classify_images", "classify_audio")
+        for verb in ("classify", "classify_images", "classify_audio", "zero_shot_images")
         for top_k, columns in LABEL_COLUMNS.items()
     },
     ("tag", 0): [
@@ -116,6 +117,8 @@ ROWS: dict[tuple[str, int], list[dict[str, Any]]] = {
     ("classify", 0): LABEL_ROWS,
     ("classify", 1): [{"label": "glad", "score": 0.75}, {"label": "müde", "score": 0.5}],
     ("classify_images", 0): LABEL_ROWS,
+    ("zero_shot_images", 0): LABEL_ROWS,
+    ("zero_shot_images", 1): [{"label": "glad", "score": 0.75}, {"label": "müde", "score": 0.5}],
     ("classify_images", 1): [{"label": "glad", "score": 0.75}, {"label": "müde", "score": 0.5}],
     ("classify_audio", 0): LABEL_ROWS[:1],
     ("classify_audio", 1): [{"label": "glad", "score": 0.75}],
@@ -193,6 +196,7 @@ OUTPUTS: dict[str, list[tuple[str, str, list[int]]]] = {
     "embed_images": [("embedding", "FP32", [-1, 2])],
     "classify": LABEL_OUTPUTS,
     "classify_images": LABEL_OUTPUTS,
+    "zero_shot_images": LABEL_OUTPUTS,
     "classify_audio": LABEL_OUTPUTS,
     "tag": [("entities", "BYTES", [-1])],
     "answer": [
@@ -217,6 +221,7 @@ TENSORS: dict[str, list[tuple[str, str, tuple[int, ...], list[Any]]]] = {
     "embed_images": [("embedding", "FP32", (1, 2), [0.5, -1.0])],
     "classify": LABEL_TENSORS,
     "classify_images": LABEL_TENSORS,
+    "zero_shot_images": LABEL_TENSORS,
     "classify_audio": [
         ("label", "BYTES", (1, 2), [b"glad", "müde".encode()]),
         ("score", "FP32", (1, 2), [0.75, 0.25]),
@@ -296,6 +301,7 @@ JSON: dict[str, list[str]] = {
     "embed_images": ["[0.5,-1.0]"],
     "classify": LABEL_JSON,
     "classify_images": LABEL_JSON,
+    "zero_shot_images": LABEL_JSON,
     "classify_audio": LABEL_JSON[:1],
     "tag": [
         '[{"label":"PER","score":0.5,"start":0,"end":3,"text":"Ada"},'
@@ -337,6 +343,7 @@ WORDS: dict[str, list[tuple[dict[str, str], str]]] = {
     "embed_images": [({"embedding": "2 dims"}, '{"dims":2}')],
     "classify": LABEL_WORDS,
     "classify_images": LABEL_WORDS,
+    "zero_shot_images": LABEL_WORDS,
     "classify_audio": LABEL_WORDS[:1],
     "tag": [
         ({"answer": "Ada (PER 0.50); London (LOC 0.25)"}, '{"spans":[{"label":"PER"'),
@@ -400,7 +407,7 @@ SIGNATURES = {
     "transcribe": '[{"type": "string", "name": "text", "required": true}, '
     '{"type": "double", "name": "score", "required": true}]',
 }
-"""Verb -> outputs of MLflow's signature."""
+"""Verb -> outputs of MLflow's signature, which labels to choose from are no part of."""
 
 
 def columns_of(verb: str, top_k: int) -> OutputColumns:
@@ -504,7 +511,7 @@ def test_json_of_the_server_and_of_mlflow(verb):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:mlflow.*")
 @pytest.mark.filterwarnings("ignore::FutureWarning:mlflow.*")
 @pytest.mark.filterwarnings("ignore::UserWarning:mlflow.*")
-@pytest.mark.parametrize("verb", RESULTS)
+@pytest.mark.parametrize("verb", SIGNATURES)
 def test_signature_for_mlflow(verb):
     pytest.importorskip("mlflow", reason="pip install 'enginery[mlflow]'")
     from enginery.publish.targets.mlflow.model import signature
@@ -538,6 +545,7 @@ NOT_FINITE: dict[str, list[Any]] = {
     "embed_images": [np.array([-math.inf, 0], np.float32)],
     "classify": [Classification((Label("glad", 0.5), Label("müde", math.nan)))],
     "classify_images": [Classification((Label("glad", math.inf),))],
+    "zero_shot_images": [Classification((Label("glad", math.nan),))],
     "classify_audio": [Classification((Label("glad", math.nan),))],
     "tag": [[TokenSpan("PER", 0.5, 0, 3, "Ada"), TokenSpan("PER", math.nan, 0, 3, "Ada")]],
     "answer": [[ContextAnswer("", math.nan, 0, 0)]],

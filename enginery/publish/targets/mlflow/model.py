@@ -17,6 +17,7 @@ from enginery.runtime.tasks.audio import example_wav
 from enginery.runtime.tasks.examples import example_texts
 from enginery.runtime.tasks.results import bare_type
 from enginery.runtime.tasks.task import Task
+from enginery.runtime.tasks.zero_shot_images import ZeroShotImages
 from enginery.runtime.text.pooling import Vectors
 
 ARTIFACT = "data/artifact"
@@ -91,7 +92,8 @@ def let_loader_check_inputs(file: Path) -> None:
 def _supported_task(manifest: Manifest) -> type[Task] | None:
     """Return the artifact's task; None if a logged model cannot answer it."""
     task = manifest_task(manifest)
-    return None if task is None or task.runs_in_steps else task
+    # The parameters of a signature are no lists, such as the labels to choose from.
+    return None if task is None or task.runs_in_steps or task is ZeroShotImages else task
 
 
 def _column_type(kind: Any) -> Any:
