@@ -2,6 +2,8 @@
 
 import base64
 import json
+import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from enginery.core.errors import OptionError
 from enginery.runtime.tasks.results import to_plain
 from enginery.runtime.tasks.segment import Segment
 from enginery.serve.config import ServeConfig
+from enginery.serve.models.backend import open_task
 from tests import tiny
 from tests.runtime.tasks.test_zero_shot_images import save_model as save_chooser
 from tests.serve.conftest import Running
@@ -228,3 +231,12 @@ def test_a_folder_becomes_a_table_of_masks(segmenter, tmp_path):
         assert segments == model.segment([PICTURE])[0]
     with pytest.raises(OptionError, match="subtask is panoptic"):
         predict_file(segmenter, str(tmp_path / "images"), out, subtask="panoptic", force=True)
+
+
+def test_of_a_processor_without_a_rule_the_server_has_tensors(detector, tmp_path, caplog):
+    settings = {"image_processor_type": "ViTImageProcessor", "size": 64}
+    shutil.copytree(detector.path, tmp_path / "artifact")
+    (tmp_path / "artifact" / "preprocessor_config.json").write_text(json.dumps(settings))
+    copied = replace(detector, path=tmp_path / "artifact")
+    assert open_task(copied, detector.manifest.graphs[0], ServeConfig()) is None
+    assert "not known for ViTImageProcessor" in caplog.text
