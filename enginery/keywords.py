@@ -393,11 +393,19 @@ class PredictKeywords(TypedDict, total=False):
     aggregation: Literal["none", "simple", "first", "average", "max"]
     """Strategy that merges tokens into spans, as in transformers' pipeline."""
     candidate_labels: tuple[str, ...] | list[str]
-    """A label to choose from, for a model of natural language inference; repeat it for several."""
+    """A label to choose from, for a model of natural language inference, or of texts and images
+    such as CLIP; repeat it for several."""
     hypothesis_template: str
-    """What is said of a text with a label, in place of `{}`, for `candidate_labels`."""
+    """What is said of an input with a label, in place of `{}`, for `candidate_labels`. Empty for
+    "This example is {}." of texts, and "This is a photo of {}." of images."""
     multi_label: bool
     """Judge each of `candidate_labels` by itself: several may be right."""
+    threshold: float
+    """Score above which the objects or segments of an image are written, 0 to 1; -1 for that of
+    transformers' pipelines, 0.5 of objects and 0.9 of segments."""
+    subtask: Literal["auto", "panoptic", "semantic"]
+    """Kind of segmentation: `semantic` joins the objects of a panoptic model by label; `auto` is
+    panoptic where the model can."""
     dimensions: int
     """Number of leading dimensions of an embedding to keep, for models trained with Matryoshka
     representation learning; 0 for all."""

@@ -51,11 +51,19 @@ class PredictConfig:
     aggregation: Aggregation = "simple"
     """Strategy that merges tokens into spans, as in transformers' pipeline."""
     candidate_labels: tuple[str, ...] = ()
-    """A label to choose from, for a model of natural language inference; repeat it for several."""
-    hypothesis_template: str = "This example is {}."
-    """What is said of a text with a label, in place of `{}`, for `candidate_labels`."""
+    """A label to choose from, for a model of natural language inference, or of texts and images
+    such as CLIP; repeat it for several."""
+    hypothesis_template: str = ""
+    """What is said of an input with a label, in place of `{}`, for `candidate_labels`. Empty for
+    "This example is {}." of texts, and "This is a photo of {}." of images."""
     multi_label: bool = False
     """Judge each of `candidate_labels` by itself: several may be right."""
+    threshold: float = -1.0
+    """Score above which the objects or segments of an image are written, 0 to 1; -1 for that of
+    transformers' pipelines, 0.5 of objects and 0.9 of segments."""
+    subtask: Literal["auto", "panoptic", "semantic"] = "auto"
+    """Kind of segmentation: `semantic` joins the objects of a panoptic model by label; `auto` is
+    panoptic where the model can."""
     dimensions: int = 0
     """Number of leading dimensions of an embedding to keep, for models trained with Matryoshka
     representation learning; 0 for all."""

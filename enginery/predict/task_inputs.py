@@ -39,6 +39,8 @@ _TASK_OPTIONS = {
     "candidate_labels": "candidate_labels",
     "hypothesis_template": "hypothesis_template",
     "multi_label": "multi_label",
+    "threshold": "threshold",
+    "subtask": "subtask",
     "dimensions": "dimensions",
     "prompt_name": "prompt_name",
     "max_tokens": "max_answer_tokens",
@@ -104,7 +106,10 @@ def read_options(task: type[Task], config: PredictConfig) -> TaskOptions:
             do="Leave it out; it is for models that generate texts.",
             option="generation",
         )
-    for option, purpose in (("candidate_labels", "classify texts"), ("dimensions", "embed")):
+    for option, purpose in (
+        ("candidate_labels", "classify texts or images"),
+        ("dimensions", "embed"),
+    ):
         if getattr(config, option) and option not in task.Options.model_fields:
             raise OptionError(
                 f"option '{option}' is given, but the model does {' or '.join(task.tasks)}.",
@@ -118,7 +123,10 @@ def read_options(task: type[Task], config: PredictConfig) -> TaskOptions:
     }
     # Options of a task have the types of JSON, and null for all dimensions and the model's labels.
     values = {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
-    values |= {name: values.get(name) or None for name in ("dimensions", "candidate_labels")}
+    empty = ("dimensions", "candidate_labels", "hypothesis_template")
+    values |= {name: values.get(name) or None for name in empty}
+    if values.get("threshold") == PredictConfig.threshold:
+        del values["threshold"]
     try:
         return task.Options.read(values)
     except TaskOptionError as error:

@@ -27,6 +27,7 @@ import numpy as np
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.closing import Closeable
+from enginery.core.errors import OptionError
 from enginery.predict.config import MAX_ROWS, MAX_TOKENS, PredictConfig
 from enginery.predict.report import WindowStats
 from enginery.predict.task_inputs import read_options
@@ -48,6 +49,7 @@ from enginery.runtime.tasks.task import (
     Row,
     RowValues,
     Task,
+    TaskOptionError,
     TaskOptions,
 )
 from enginery.runtime.tasks.text import TextTask
@@ -160,13 +162,19 @@ class WindowRunner:
         if isinstance(task, TextTask):
             settings = {f.name: getattr(task.tokenizer, f.name) for f in fields(TextTokenizer)}
             task = replace(task, tokenizer=WatchedTokenizer(**settings))
+        options = read_options(definition, config)
+        if isinstance(task, MediaTask):
+            try:  # what does not fit this model is no error of every row
+                task.preprocess([], options)
+            except TaskOptionError as error:
+                raise OptionError(error.message, option=error.field) from error
         on_cpu = runner.device.kind == "cpu"
         batches = BatchRunner(task, runner)
         if isinstance(task, MediaTask) and not on_cpu:
             batches = PooledBatchRunner(task, runner, pool)
         return cls(
             task,
-            read_options(definition, config),
+            options,
             batches,
             pool,
             max_rows=config.batch_rows or (MAX_ROWS if on_cpu else GPU_MAX_ROWS),
@@ -188,8 +196,8 @@ class WindowRunner:
                 truncated += row.truncated
                 return row
 
-            rows = self.batches.run_stream(map(counted, self.task.read_rows(inputs)))
-            results = self.task.postprocess(ModelInputs([]), rows, self.options)
+            rows = map(counted, self.task.read_rows(inputs, self.options))
+            results = self.batches.answer_stream(rows, self.options)
             stats.truncated += truncated
             return results
         stream = self._stream()

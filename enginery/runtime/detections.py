@@ -1,5 +1,7 @@
 """Read the boxes that a detector finds from its outputs, and count those that two graphs share.
 
+`runtime.tasks.detect` makes the results of a user from the same scores and boxes.
+
 Three layouts are known, by the names and shapes of the outputs:
 
 - DETR and its successors in transformers: `logits` (batch, queries, classes) and `pred_boxes`
@@ -89,16 +91,33 @@ def read_detections(outputs: Arrays, feeds: Arrays, labels: int = 0) -> list[Det
     return [_best(image[:, :4], image[:, 4:5] * image[:, 5:], suppress=True) for image in output]
 
 
+def class_scores(logits: NDArray[Any], *, no_object: bool) -> Floats:
+    """Return the score of each label: float32 (…, labels).
+
+    Args:
+        logits: (…, classes).
+        no_object: the last class means "no object": the scores are a softmax without it. Else each
+            label has a sigmoid of its own.
+    """
+    values: Floats = logits.astype(np.float32, copy=False)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if not no_object:
+            return np.asarray(1 / (1 + np.exp(-values)))
+        powers = np.exp(values - values.max(axis=-1, keepdims=True))
+        return np.asarray((powers / powers.sum(axis=-1, keepdims=True))[..., :-1])
+
+
+def corners(centers: NDArray[Any]) -> Floats:
+    """Return boxes by their left, top, right and bottom, from centers and sizes: (…, 4)."""
+    values: Floats = centers.astype(np.float32, copy=False)
+    middle, half = values[..., :2], values[..., 2:] / 2
+    return np.concatenate([middle - half, middle + half], axis=-1)
+
+
 def _read_detr(logits: NDArray[Any], boxes: NDArray[Any], labels: int) -> list[Detections]:
-    scores: Floats = logits.astype(np.float32, copy=False)
-    with np.errstate(over="ignore"):
-        # DETR has a last class for "no object" beside the labels; newer ones have a sigmoid for
-        # each label.
-        if labels and scores.shape[-1] == labels + 1:
-            powers = np.exp(scores - scores.max(axis=-1, keepdims=True))
-            scores = (powers / powers.sum(axis=-1, keepdims=True))[..., :-1]
-        else:
-            scores = np.asarray(1 / (1 + np.exp(-scores)))
+    # DETR has a last class for "no object" beside the labels; newer ones have a sigmoid for each
+    # label.
+    scores = class_scores(logits, no_object=bool(labels) and logits.shape[-1] == labels + 1)
     return [
         _best(centers.astype(np.float32, copy=False), image, suppress=False)
         for centers, image in zip(boxes, scores, strict=True)
@@ -140,8 +159,7 @@ def _best(centers: Floats, scores: Floats, *, suppress: bool) -> Detections:
     classes, best = scores.argmax(axis=-1), scores.max(axis=-1)
     order = np.argsort(-best, kind="stable")
     order = order[best[order] >= _SCORE]  # NaN is never above
-    middle, half = centers[order, :2], centers[order, 2:] / 2
-    boxes, classes = np.concatenate([middle - half, middle + half], axis=1), classes[order]
+    boxes, classes = corners(centers[order]), classes[order]
     selected: list[int] = []
     for index in range(len(boxes)):
         if len(selected) == _MOST:

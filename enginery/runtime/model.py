@@ -36,6 +36,7 @@ from enginery.runtime.tasks.answer import MAX_ANSWER_TOKENS, ContextAnswer
 from enginery.runtime.tasks.audio import Transcription
 from enginery.runtime.tasks.batch_runner import BatchRunner
 from enginery.runtime.tasks.classify import Activation, Classification
+from enginery.runtime.tasks.detect import Detection
 from enginery.runtime.tasks.fill import MaskFillings
 from enginery.runtime.tasks.generate import GenerateOptions, Generation, TextSearch
 from enginery.runtime.tasks.row_stream import (
@@ -45,11 +46,11 @@ from enginery.runtime.tasks.row_stream import (
     Window,
     run_here,
 )
+from enginery.runtime.tasks.segment import Segment, Subtask
 from enginery.runtime.tasks.tag import Aggregation, TokenSpan
 from enginery.runtime.tasks.task import (
     InputLimits,
     MediaTask,
-    ModelInputs,
     Row,
     RowValues,
     Task,
@@ -59,6 +60,7 @@ from enginery.runtime.tasks.task import (
 )
 from enginery.runtime.tasks.text_generator import TextGenerator, open_rows
 from enginery.runtime.tasks.zero_shot import TEMPLATE
+from enginery.runtime.tasks.zero_shot_images import IMAGE_TEMPLATE
 from enginery.runtime.text.batching import GPU_MAX_ROWS, GPU_MAX_TOKENS
 from enginery.runtime.text.chat_template import Message
 
@@ -83,10 +85,11 @@ class Model(Closeable):
     """A model loaded for inference. A context manager; closing it frees the session.
 
     Call the method of its task: `embed`, `classify`, `tag`, `answer`, `fill`, `classify_images`,
-    `embed_images`, `classify_audio`, `transcribe`, or `generate` and `stream`; the methods of other
-    tasks raise InputError. A method takes a list of inputs and returns the results in the same
-    order. Texts and audio that are longer than the model takes are truncated, and counted in
-    `truncated`; texts beyond the `length_limit` of the artifact raise InputError.
+    `embed_images`, `zero_shot_images`, `detect`, `segment`, `classify_audio`, `transcribe`, or
+    `generate` and `stream`; the methods of other tasks raise InputError. A method takes a list of
+    inputs and returns the results in the same order. Texts and audio that are longer than the model
+    takes are truncated, and counted in `truncated`; texts beyond the `length_limit` of the artifact
+    raise InputError.
 
     Every method raises InputError for an invalid input, with its index, and for an option's value
     that is out of range.
@@ -158,8 +161,7 @@ class Model(Closeable):
         task = cast("Task", batches.task)
         read = task.Options.read(options)
         if isinstance(task, MediaTask):  # rows are large: do not hold all of them in memory
-            outputs = batches.run_stream(map(self._count, task.read_rows(inputs)))
-            return task.postprocess(ModelInputs([]), outputs, read)
+            return batches.answer_stream(map(self._count, task.read_rows(inputs, read)), read)
         if self._on_gpu and isinstance(inputs, list | tuple) and len(inputs) > _FIRST_WINDOW:
             return self._run_windows(batches, inputs, read)
         work = task.preprocess(inputs, read)
@@ -274,6 +276,38 @@ class Model(Closeable):
             multi_label=multi_label,
         )
 
+    def zero_shot_images(
+        self,
+        images: Sequence[ImageInput],
+        labels: Sequence[str],
+        *,
+        hypothesis_template: str = IMAGE_TEMPLATE,
+        top_k: int = 0,
+    ) -> list[Classification]:
+        """Choose among labels for images, with a model such as CLIP or SigLIP.
+
+        The scores are those of transformers' zero-shot-image-classification pipeline: they sum to 1
+        for each image, or of SigLIP are of each label by itself.
+
+        Args:
+            images: paths, contents of files, Pillow images, or uint8 arrays (height, width,
+                channels).
+            labels: the labels, at most 100.
+            hypothesis_template: what is said of an image with a label, in place of `{}`.
+            top_k: number of labels of each image, best first; 0 for all.
+
+        Raises:
+            InputError: there is no label, or one is empty or too long.
+        """
+        classifications: list[Classification] = self._run_task(
+            "zero_shot_images",
+            images,
+            candidate_labels=list(labels) or None,
+            hypothesis_template=hypothesis_template,
+            top_k=top_k,
+        )
+        return classifications
+
     def tag(
         self,
         texts: Sequence[str],
@@ -351,6 +385,57 @@ class Model(Closeable):
             "classify_images", images, top_k=top_k, activation=activation
         )
         return classifications
+
+    def detect(
+        self, images: Sequence[ImageInput], *, threshold: float = 0.5
+    ) -> list[list[Detection]]:
+        """Find objects in images.
+
+        Args:
+            images: paths, contents of files, Pillow images, or uint8 arrays (height, width,
+                channels).
+            threshold: objects with a higher score are returned.
+
+        Returns:
+            The objects of each image in the order of transformers' pipeline, with boxes in pixels
+            of the upright image.
+        """
+        detections: list[list[Detection]] = self._run_task("detect", images, threshold=threshold)
+        return detections
+
+    def segment(
+        self,
+        images: Sequence[ImageInput],
+        *,
+        threshold: float = 0.9,
+        mask_threshold: float = 0.5,
+        overlap_mask_area_threshold: float = 0.5,
+        subtask: Subtask = "auto",
+    ) -> list[list[Segment]]:
+        """Segment images: by label or, with a panoptic model, by object.
+
+        Args:
+            images: paths, contents of files, Pillow images, or uint8 arrays (height, width,
+                channels).
+            threshold: of panoptic models, queries with a higher score are segments.
+            mask_threshold: score from which a pixel counts towards the area of a query.
+            overlap_mask_area_threshold: a query of whose area others leave no more than this share
+                is no segment.
+            subtask: `semantic` joins the objects of a panoptic model by label; `auto` is panoptic
+                where the model can.
+
+        Returns:
+            The segments of each image as in transformers' pipeline, with masks of its own size.
+        """
+        segments: list[list[Segment]] = self._run_task(
+            "segment",
+            images,
+            threshold=threshold,
+            mask_threshold=mask_threshold,
+            overlap_mask_area_threshold=overlap_mask_area_threshold,
+            subtask=subtask,
+        )
+        return segments
 
     def embed_images(
         self,

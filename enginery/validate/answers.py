@@ -56,11 +56,15 @@ from enginery.runtime.sample_inputs import (
 )
 from enginery.runtime.tasks import is_generating, manifest_task, manifest_tasks
 from enginery.runtime.tasks.batch_runner import BatchRunner
-from enginery.runtime.tasks.task import Row, Task
+from enginery.runtime.tasks.results import to_plain
+from enginery.runtime.tasks.task import Row, Task, UnreadableOutputsError
+from enginery.runtime.tasks.zero_shot_images import ZeroShotImages
 from enginery.runtime.text.tokenizer import TEXT_INPUTS
 from enginery.validate.compare import ComparisonLimits
 from enginery.validate.metrics.differences import compute_differences
+from enginery.validate.objects import ObjectLimits, compare_objects
 from enginery.validate.reference import LastStep, Reference
+from enginery.validate.segments import Segments, as_segments, compare_segments
 
 RunGraph = Callable[[Feeds], dict[str, NDArray[Any]]]
 
@@ -70,13 +74,23 @@ _REFERENCES = {
     "answer": "transformers' question-answering pipeline",
     "fill": "transformers' fill-mask pipeline",
     "classify_images": "transformers' image-classification pipeline",
+    "detect": "transformers' object-detection pipeline",
+    "segment": "transformers' image-segmentation pipeline",
+    "zero_shot_images": "transformers' zero-shot-image-classification pipeline",
     "classify_audio": "transformers' audio-classification pipeline",
     "transcribe": "transformers' automatic-speech-recognition pipeline",
     "embed": "sentence-transformers' rule",
     "embed_both": "get_text_features and get_image_features of the model's class",
     "tensors": "the model and its processor in transformers",
 }
-_OPTIONS: Mapping[str, Mapping[str, Any]] = {"answer": {"top_k": 3}, "fill": {"top_k": 5}}
+_LABELS = ("cat", "two boats", "a street in the rain")
+_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "answer": {"top_k": 3},
+    "fill": {"top_k": 5},
+    "detect": {"threshold": 0.0},
+    "zero_shot_images": {"candidate_labels": list(_LABELS)},
+    "segment": {"threshold": 0.0, "mask_threshold": 0.0, "overlap_mask_area_threshold": 0.0},
+}
 """Options of a task beside its defaults: the pipelines are asked for as many results."""
 
 _LONG = SENTENCES[14]
@@ -95,6 +109,8 @@ _FP32_ROUNDINGS = 32
 in a batch: 1.9e-6 of it. Runs of the tiny and of real models were seen below a tenth of that."""
 _SCORE_ROUNDING = 1e-6
 """What two correct implementations of softmax and of a mean may differ by."""
+_SEGMENT_ROUNDING = 2e-6
+"""transformers rounds the score of a segment to six decimals."""
 _EDITS_OF_A_TIE, _SPANS_OF_A_TIE = 2, 4
 """How many letters of a text, or spans of both sides, one near tie may change."""
 _SHOWN = 40
@@ -310,9 +326,9 @@ def _kind(reference: Reference, record: GraphRecord) -> tuple[str, str]:
     if len(manifest.graphs) > 1:
         return "", "the artifact has several graphs"
     task = manifest_task(manifest, record)
-    if len(manifest_tasks(manifest, record)) > 1:
+    if len(manifest_tasks(manifest, record)) > 1 and task is not ZeroShotImages:
         return "embed_both", ""
-    if task is not None and task.verb in _REFERENCES:
+    if task is not None and task.verb in _REFERENCES and _is_readable(task, artifact, record):
         if task.verb == "classify" and read_logit_score(artifact.path) is not None:
             return "", "transformers has no pipeline for language models that rerank"
         return task.verb, ""
@@ -324,12 +340,28 @@ def _kind(reference: Reference, record: GraphRecord) -> tuple[str, str]:
     return "", f"nothing here prepares {names} from raw inputs"
 
 
+def _is_readable(task: type[Task], artifact: Artifact, record: GraphRecord) -> bool:
+    """Return False if only tensors can be compared, because no rule reads the graph's outputs."""
+    if task.modality != "image":
+        return True
+    try:
+        task.open(artifact, record)
+    except UnreadableOutputsError:
+        return False
+    except ArtifactError:  # told when the artifact's side is opened
+        return True
+    return True
+
+
 def _raw_inputs(artifact: Artifact, record: GraphRecord, kind: str) -> list[RawInput]:
     """Return the raw inputs of a task."""
     images: list[RawInput] = []
-    if takes_images(record) or kind == "embed_both":
+    if takes_images(record) or kind in ("embed_both", "zero_shot_images"):
+        labels = {"labels": _LABELS} if kind == "zero_shot_images" else {}
         images = [
-            RawInput(f"image of {image.shape[1]} × {image.shape[0]}", image, {"image": image})
+            RawInput(
+                f"image of {image.shape[1]} × {image.shape[0]}", image, {"image": image, **labels}
+            )
             for image in (*synthetic_images(_IMAGES), _wide(synthetic_images(1)[0]))
         ]
     if images and kind != "embed_both":
@@ -546,16 +578,18 @@ def _open_side(
         if takes_audio(record):
             feeder = SoundFeeder
         return _TensorSide(record, feeder.open(artifact, record), run)
+    verbs = ("embed", "embed_images") if kind == "embed_both" else (kind,)
     sides = []
     for task_class in manifest_tasks(artifact.manifest, record):
-        task = task_class.open(artifact, record)
-        sides.append(_TaskSide(task, BatchRunner(task, runner), run))
+        if task_class.verb in verbs:
+            task = task_class.open(artifact, record)
+            sides.append(_TaskSide(task, BatchRunner(task, runner), run))
     return _BothSides(*sides) if kind == "embed_both" else sides[0]
 
 
 def _plain(verb: str, result: Any) -> Any:
     """Return a result in the form of a `RawAnswer`."""
-    if verb in ("classify", "classify_images", "classify_audio"):
+    if verb in ("classify", "classify_images", "classify_audio", "zero_shot_images"):
         return [[label.label, label.score] for label in result.labels]
     if verb == "tag":
         return [[span.label, span.start, span.end, span.score] for span in result]
@@ -565,6 +599,11 @@ def _plain(verb: str, result: Any) -> Any:
         return [{str(f.token_id): f.score for f in mask} for mask in result.masks]
     if verb == "transcribe":
         return result.text
+    if verb == "detect":
+        return {"objects": to_plain(result)}
+    if verb == "segment":
+        masks = [segment.pixels for segment in result]
+        return as_segments([(segment.label, segment.score) for segment in result], masks)
     return result
 
 
@@ -622,6 +661,13 @@ def _difference(answer: Any, expected: Mapping[str, Any], limits: AnswerLimits) 
         limits: how far they may be apart.
     """
     arrays = expected["arrays"]
+    if isinstance(answer, Segments):
+        error = limits.error(expected["scale"])
+        # The planes' margins are evenly spaced quantiles.
+        tied = float(np.mean([margin <= 2 * error for margin in expected["margins"]] or [0.0]))
+        reference = as_segments(expected["answer"], arrays["masks"])
+        score_error = error + _SEGMENT_ROUNDING
+        return Difference(*compare_segments(answer, reference, score_error=score_error, tied=tied))
     if isinstance(answer, np.ndarray):
         return _compare_vectors(answer, arrays["vector"], limits)
     if isinstance(answer, dict) and arrays:
@@ -636,6 +682,12 @@ def _difference(answer: Any, expected: Mapping[str, Any], limits: AnswerLimits) 
         return Difference(0.0, "" if same else problem)
     # A probability differs by less than its logit: softmax and sigmoid have a slope below 1.
     tolerance = error + _SCORE_ROUNDING
+    if "objects" in expected["answer"]:
+        box_error = limits.error(1.0, ("pred_boxes",))
+        allowed = ObjectLimits(tolerance, box_error, ties)
+        return Difference(
+            *compare_objects(answer["objects"], expected["answer"]["objects"], allowed)
+        )
     spans = [item for item in (*answer, *expected["answer"]) if isinstance(item, list)]
     sizes, unmatched = [0.0], 0
     for name, mine, theirs in _paired(answer, expected["answer"]):

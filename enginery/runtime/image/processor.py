@@ -125,6 +125,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         **_IMAGENET,
     },
     "MaskFormer": {**_DETECTOR, "size_divisor": 32},
+    "Mask2Former": {**_DETECTOR, "size_divisor": 32},
     "Detr": _DETECTOR,
     "ConditionalDetr": _DETECTOR,
     "DeformableDetr": _DETECTOR,

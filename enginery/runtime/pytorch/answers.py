@@ -32,13 +32,15 @@ from enginery.runtime.pytorch.side_files import load_pillow_processor
 
 Item = Mapping[str, Any]
 """A raw input: `text`, with `text_pair` for a pair; `question` and `context`; `image`, uint8
-(height, width, channels); or `raw`, float32 (samples,), with `sampling_rate`, in hertz. `{mask}` in
-a text stands for the tokenizer's mask token."""
+(height, width, channels), with `labels` to choose from; or `raw`, float32 (samples,), with
+`sampling_rate`, in hertz. `{mask}` in a text stands for the tokenizer's mask token."""
 Arrays = dict[str, NDArray[Any]]
 
-_LOGITS = ("logits", "start_logits", "end_logits")
+_LOGITS = ("logits", "start_logits", "end_logits", "logits_per_image")
 _TOP_ANSWERS, _TOP_FILLINGS = 3, 5
 _MARGINS = 32
+_PLANES = ("masks_queries_logits", "pred_masks")
+_QUANTILES = 1000
 
 
 @dataclass
@@ -54,7 +56,8 @@ class RawAnswer:
     scale: float = 0.0
     """Largest magnitude of the logits."""
     margins: list[float] = field(default_factory=list)
-    """The smallest differences of the best two logits of a token or a frame, smallest first."""
+    """The smallest differences of the best two logits of a token or a frame, smallest first; of the
+    planes of a segmentation the quantiles of all."""
 
 
 class TorchAnswers:
@@ -121,6 +124,9 @@ class TorchAnswers:
             "fill": self._fill,
             "classify_images": self._classify_media,
             "classify_audio": self._classify_media,
+            "detect": self._detect,
+            "segment": self._segment,
+            "zero_shot_images": self._choose_labels,
             "transcribe": self._transcribe,
             "embed_both": self._embed_both,
         }
@@ -217,6 +223,32 @@ class TorchAnswers:
             pipeline = self._pipeline("audio-classification", "feature_extractor", top_k=labels)
         return classify
 
+    def _detect(self) -> Callable[[Item], RawAnswer]:
+        pipeline = self._pipeline("object-detection", "image_processor")
+        # All of them: what the default threshold drops would be compared with nothing.
+        return lambda item: RawAnswer({"objects": pipeline(_image(item), threshold=0.0)})
+
+    def _choose_labels(self) -> Callable[[Item], RawAnswer]:
+        pipeline = self._pipeline("zero-shot-image-classification", "tokenizer", "image_processor")
+        return lambda item: RawAnswer(
+            _scores(pipeline(_image(item), candidate_labels=list(item["labels"])))
+        )
+
+    def _segment(self) -> Callable[[Item], RawAnswer]:
+        pipeline = self._pipeline("image-segmentation", "image_processor")
+        # Every query that is the best one somewhere, whatever its score.
+        options = {"threshold": 0.0, "mask_threshold": 0.0, "overlap_mask_area_threshold": 0.0}
+
+        def segment(item: Item) -> RawAnswer:
+            segments = pipeline(_image(item), **options)
+            masks = [np.asarray(segment["mask"]) > 0 for segment in segments]
+            size = item["image"].shape[:2]
+            stacked = np.stack(masks) if masks else np.zeros((0, *size), dtype=bool)
+            labels = [[segment["label"], segment["score"]] for segment in segments]
+            return RawAnswer(labels, {"masks": stacked})
+
+        return segment
+
     def _transcribe(self) -> Callable[[Item], RawAnswer]:
         pipeline = self._pipeline("automatic-speech-recognition", "tokenizer", "feature_extractor")
         return lambda item: RawAnswer(pipeline(dict(item))["text"])
@@ -291,10 +323,24 @@ class _Logits:
             if not torch.is_tensor(values) or not values.numel():
                 continue
             self.scale = max(self.scale, float(values.abs().max()))
-            if values.shape[-1] > 1:
+            if values.ndim == 4:
+                self._note_planes(values)
+            elif values.shape[-1] > 1:
                 best = values.topk(2, dim=-1).values
                 gaps = (best[..., 0] - best[..., 1]).flatten().tolist()
                 self.margins = sorted([*self.margins, *gaps])[:_MARGINS]
+        for name in _PLANES:
+            if torch.is_tensor(planes := outputs.get(name)):
+                self._note_planes(planes)
+
+    def _note_planes(self, planes: Any) -> None:
+        """Note the margins of the best plane at each pixel: planes (batch, planes, …)."""
+        self.scale = max(self.scale, float(planes.abs().max()))
+        if planes.shape[1] > 1:
+            best = planes.float().topk(2, dim=1).values
+            gaps = (best[:, 0] - best[:, 1]).flatten().sort().values
+            steps = torch.linspace(0, len(gaps) - 1, min(_QUANTILES, len(gaps)))
+            self.margins = gaps[steps.long()].tolist()
 
 
 class SentenceRule:

@@ -13,13 +13,16 @@ from enginery.core.errors import ArtifactError
 from enginery.runtime.tasks.answer import Answer
 from enginery.runtime.tasks.audio import ClassifyAudio, Transcribe
 from enginery.runtime.tasks.classify import Classify
+from enginery.runtime.tasks.detect import DetectObjects
 from enginery.runtime.tasks.embed import Embed
 from enginery.runtime.tasks.fill import Fill
 from enginery.runtime.tasks.generate import Generate, GenerateFromAudio, GenerateFromImages
 from enginery.runtime.tasks.images import ClassifyImages, EmbedImages
+from enginery.runtime.tasks.segment import SegmentImages
 from enginery.runtime.tasks.tag import Tag
 from enginery.runtime.tasks.task import Modality, Task
 from enginery.runtime.tasks.two_towers import EmbedImagesOfBoth, EmbedTextsOfBoth
+from enginery.runtime.tasks.zero_shot_images import ZeroShotImages
 
 TASKS: dict[str, type[Task]] = {
     task.verb: task
@@ -31,6 +34,9 @@ TASKS: dict[str, type[Task]] = {
         Fill,
         ClassifyImages,
         EmbedImages,
+        DetectObjects,
+        SegmentImages,
+        ZeroShotImages,
         ClassifyAudio,
         Transcribe,
         Generate,
@@ -74,13 +80,15 @@ def find_task(name: str, *, modality: Modality = "text") -> type[Task] | None:
 
 
 def manifest_tasks(manifest: Manifest, record: GraphRecord | None = None) -> list[type[Task]]:
-    """Return the task classes for an artifact: two if its graph embeds texts and images.
+    """Return the task classes for an artifact: several if its graph takes texts and images.
 
     Args:
         manifest: the artifact's manifest.
         record: the graph to run; None for the first one.
     """
-    return [task for task in task_classes() if task.fits(manifest, record)]
+    fitting = [task for task in task_classes() if task.fits(manifest, record)]
+    # First the task that the artifact was exported for.
+    return sorted(fitting, key=lambda task: manifest.task not in task.tasks)
 
 
 def manifest_task(manifest: Manifest, record: GraphRecord | None = None) -> type[Task] | None:
@@ -104,10 +112,15 @@ def require_task(manifest: Manifest, record: GraphRecord | None = None) -> type[
             hint = "To generate, export it for text-generation-with-past. "
         else:
             hint = ""
-        several = ", with several graphs" if manifest.task in supported_tasks() else ""
+        supported = supported_tasks()
+        problem = f"which is not a supported task; supported: {', '.join(supported)}"
+        if manifest.task in supported:
+            outputs = ", ".join(spec.name for graph in graphs for spec in graph.outputs)
+            problem = f"whose graph has outputs that are not read as results: {outputs}"
+            if len(manifest.graphs) > 1:
+                problem = "with several graphs, which is not a supported task"
         raise ArtifactError(
-            f"the artifact was exported for {manifest.task}{several}, which is not a supported "
-            f"task; supported: {', '.join(supported_tasks())}.",
+            f"the artifact was exported for {manifest.task}, {problem}.",
             do=f"{hint}Run its graph on numpy arrays: from enginery import Artifact, OrtRunner; "
             f'OrtRunner(Artifact.open("…"), providers="cpu")({{{feeds}}}). Or open the directory '
             "with Optimum's ORTModel classes.",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 from enginery.core.shapes import canonical_dim, choose_profile
 from enginery.runtime.onnxruntime.ladder import BATCH, SEQUENCE
 from enginery.runtime.onnxruntime.runner import OrtRunner
-from enginery.runtime.tasks.task import Arrays, Row, RowTask, RowValues
+from enginery.runtime.tasks.task import Arrays, MediaTask, ModelInputs, Row, RowTask, RowValues
 from enginery.runtime.tasks.tensors import Tensors
 from enginery.runtime.text.batching import (
     GPU_BATCH_COST,
@@ -30,6 +30,10 @@ _CPU_BATCH_COST = 32
 Measured with MiniLM in FP32 on two cores: lists of 8, 32 and 64 sentences were embedded 1.30, 1.52
 and 1.38 times as fast as in the fewest batches; with 8 or 64 tokens, about the same.
 """
+
+_MAX_VALUES = 1 << 24
+"""Numbers in the inputs of a batch of arrays, 64 MiB in FP32: 32 images of 384 × 384 pixels, or 5
+of the 800 × 1333 of detectors, whose activations take a hundred times as much."""
 
 
 class BatchRunner:
@@ -101,7 +105,11 @@ class BatchRunner:
             return self.fixed_rows
         ladder = self.runner.ladder
         if not self.runner.pads or (ladder is not None and SEQUENCE not in ladder.sizes):
-            return min(MAX_ROWS, max(MAX_TOKENS // max(row.tokens, 1), 1))
+            largest = MAX_TOKENS // max(row.tokens, 1)
+            if isinstance(row.content, Mapping):
+                values = sum(array.size for array in row.content.values())
+                largest = min(largest, _MAX_VALUES // max(values, 1))
+            return min(MAX_ROWS, max(largest, 1))
         return self.runner.max_rows(self._spec, self._padded_sizes(row)) or 1
 
     def record_rungs(self, *, max_rows: int = GPU_MAX_ROWS, longest: int = 0) -> int:
@@ -150,17 +158,36 @@ class BatchRunner:
                 outputs[index] = output
         return outputs
 
-    def run_stream(self, rows: Iterable[Row]) -> list[Any]:
+    def answer_stream(self, rows: Iterable[Row], options: Any) -> Any:
+        """Run rows of images or audio from an iterable; return the task's results in their order.
+
+        Args:
+            rows: the rows, of which only those of incomplete batches are in memory.
+            options: options of the task.
+        """
+        finish = partial(self.task.postprocess, ModelInputs([]), options=options)
+        if isinstance(self.task, MediaTask) and self.task.has_large_outputs:
+            return self.run_stream(rows, finish)
+        return finish(self.run_stream(rows))
+
+    def run_stream(
+        self, rows: Iterable[Row], finish: Callable[[list[Any]], list[Any]] = list
+    ) -> list[Any]:
         """Run rows from an iterable; return outputs in the order of the rows.
 
         Each batch runs as soon as it is full, so only the rows of incomplete batches are in memory.
         Use it for large rows, such as images and audio.
+
+        Args:
+            rows: the rows.
+            finish: turns the outputs of each batch into what is returned.
         """
         outputs: list[Any] = []
         waiting: dict[Any, dict[int, Row]] = {}
 
         def run(batch: dict[int, Row]) -> None:
-            for index, output in zip(batch, self.run(list(batch.values())), strict=True):
+            results = finish(self.run(list(batch.values())))
+            for index, output in zip(batch, results, strict=True):
                 outputs[index] = output
 
         for index, row in enumerate(rows):

@@ -122,8 +122,7 @@ class LabelResults:
 
     def describe(self, result: Classification) -> str:
         """Describe the best labels of an input."""
-        best = result.labels[:_MAX_DESCRIBED]
-        return ", ".join(f"{label.label} {label.score:.2f}" for label in best)
+        return describe_labels(result)
 
 
 @dataclass
@@ -216,6 +215,12 @@ class Classify(LabelResults, TextTask):
         """Return the logits or, from a graph that has them, the scores of each row: (labels,)."""
         raw = not self._has_scores or rows[0].reads_raw
         return list(output_rows(outputs, "logits" if raw else SCORES, rows))
+
+
+def describe_labels(result: Classification) -> str:
+    """Return the best labels with their scores, for people."""
+    best = result.labels[:_MAX_DESCRIBED]
+    return ", ".join(f"{label.label} {label.score:.2f}" for label in best)
 
 
 def label_names(config: ModelConfig, count: int) -> list[str]:

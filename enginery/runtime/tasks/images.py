@@ -89,7 +89,7 @@ class ImageTask(MediaTask):
             name,
             do="Export the model with an image processor that produces the graph's size.",
         )
-        return Row(content)
+        return Row(content, image_size=(opened.height, opened.width))
 
 
 @dataclass

@@ -119,9 +119,9 @@ class _Format:
         """Return a result's values in the order of a table's columns."""
         items = self.items(result)
         if isinstance(self.layout, Nested):
-            return (_structs(items),)
+            return (to_plain(items),)
         if isinstance(self.layout, Ranked):
-            return (*self.cells(items[0]), _structs(items))
+            return (*self.cells(items[0]), to_plain(items))
         rows = [self.cells(item) for item in items]
         return rows[0] if len(rows) == 1 else tuple(map(list, zip(*rows, strict=True)))
 
@@ -293,13 +293,6 @@ def _has_floats(kind: Any) -> bool:
     if get_origin(kind) in (list, tuple):
         return _has_floats(get_args(kind)[0])
     return kind is float or (kind not in _DTYPES and bool(_float_fields(kind)))
-
-
-def _structs(value: Any) -> Any:
-    """Return lists of dataclasses as lists of their fields by name."""
-    if isinstance(value, list | tuple):
-        return [_structs(item) for item in value]
-    return vars(value)
 
 
 def _tensor(values: Sequence[Any], dtype: Dtype, shape: tuple[int, ...]) -> NDArray[Any]:

@@ -57,6 +57,10 @@ class TaskOptionError(InputError):
         """Name of the option."""
 
 
+class UnreadableOutputsError(ArtifactError):
+    """A task cannot make results of a graph's outputs, which only its tensors give then."""
+
+
 class TaskOptions(BaseModel):
     """Base of a task's options: typed, with bounds; unknown options are errors."""
 
@@ -197,6 +201,8 @@ class Row:
     """True if `split` needs the graph's raw outputs for this row, not its final one."""
     group: int = 0
     """Only rows of one group share a batch."""
+    image_size: tuple[int, int] = (0, 0)
+    """Height and width in pixels of the image that the row was made of, upright."""
 
 
 @dataclass
@@ -328,11 +334,14 @@ class Task(RowTask):
 class MediaTask(Task):
     """Base of tasks on images or audio. Inputs are read one by one, because rows are large."""
 
+    has_large_outputs: ClassVar[bool] = False
+    """True if the outputs of a list of inputs may take gigabytes, and their results do not."""
+
     def preprocess(self, inputs: Sequence[Any], options: Any) -> ModelInputs:
         """Read each input into one row."""
-        return ModelInputs(list(self.read_rows(inputs)))
+        return ModelInputs(list(self.read_rows(inputs, options)))
 
-    def read_rows(self, inputs: Sequence[Any]) -> Iterator[Row]:
+    def read_rows(self, inputs: Sequence[Any], options: Any) -> Iterator[Row]:
         """Read inputs one by one, for `BatchRunner.run_stream`."""
         if isinstance(inputs, str | bytes) or not isinstance(inputs, Sequence):
             raise InputError(
@@ -412,6 +421,14 @@ def input_modality(inputs: Iterable[str]) -> Modality:
     if "pixel_values" in names:
         return "image"
     return "audio" if names & {"input_values", "input_features"} else "text"
+
+
+def has_outputs(record: GraphRecord | None, outputs: Mapping[str, int]) -> bool:
+    """Return True if a graph has outputs of these names and ranks; a rank may be unknown."""
+    specs = {spec.name: spec for spec in record.outputs} if record else {}
+    return all(
+        name in specs and len(specs[name].dims) in (0, rank) for name, rank in outputs.items()
+    )
 
 
 def require_outputs(task: str, record: GraphRecord, outputs: Mapping[str, int]) -> None:

@@ -21,6 +21,7 @@ from enginery.runtime.tasks.embed import Embed
 from enginery.runtime.tasks.images import EmbedImages
 from enginery.runtime.tasks.task import NO_LIMITS, Arrays, InputLimits, Row
 
+_TASKS = ("feature-extraction", "zero-shot-image-classification")
 _TEXT_VECTOR, _IMAGE_VECTOR = "text_embeds", "image_embeds"
 
 
@@ -31,7 +32,7 @@ def has_two_towers(manifest: Manifest, record: GraphRecord | None = None) -> boo
         manifest: the artifact's manifest.
         record: the graph to run; None for the only one.
     """
-    if manifest.task != "feature-extraction" or len(manifest.graphs) != 1:
+    if manifest.task not in _TASKS or len(manifest.graphs) != 1:
         return False
     graph = record or manifest.graphs[0]
     inputs = {spec.name for spec in graph.inputs}
@@ -39,7 +40,7 @@ def has_two_towers(manifest: Manifest, record: GraphRecord | None = None) -> boo
     return {"input_ids", PIXELS} <= inputs and {_TEXT_VECTOR, _IMAGE_VECTOR} <= outputs
 
 
-def _tower(record: GraphRecord, *, images: bool) -> GraphRecord:
+def tower_record(record: GraphRecord, *, images: bool) -> GraphRecord:
     """Return the record of a graph with the inputs and outputs of one kind alone."""
     vector = _IMAGE_VECTOR if images else _TEXT_VECTOR
     inputs = tuple(spec for spec in record.inputs if (spec.name == PIXELS) == images)
@@ -78,7 +79,7 @@ class EmbedTextsOfBoth(Embed):
     @classmethod
     def open(cls, artifact: Artifact, record: GraphRecord, limits: InputLimits = NO_LIMITS) -> Self:
         """Read the tokenizer and config.json; see `RowTask.open`."""
-        task = super().open(artifact, _tower(record, images=False), limits)
+        task = super().open(artifact, tower_record(record, images=False), limits)
         task.notes += ("the graph takes texts and images: one blank image runs with each batch",)
         return task
 
@@ -87,7 +88,7 @@ class EmbedTextsOfBoth(Embed):
         cls, artifact: Artifact, record: GraphRecord
     ) -> tuple[list[str], dict[str, Any]]:
         notes, settings = super()._read_settings(artifact, record)
-        images = _tower(artifact.manifest.graphs[0], images=True).inputs
+        images = tower_record(artifact.manifest.graphs[0], images=True).inputs
         return notes, {**settings, "blank_images": _blank(artifact, images)}
 
     def collate(self, rows: Sequence[Row], width: int) -> Arrays:
@@ -110,8 +111,8 @@ class EmbedImagesOfBoth(EmbedImages):
     @classmethod
     def open(cls, artifact: Artifact, record: GraphRecord, limits: InputLimits = NO_LIMITS) -> Self:
         """Read preprocessor_config.json and config.json; see `RowTask.open`."""
-        task = super().open(artifact, _tower(record, images=True), limits)
-        task.blank_texts = _blank(artifact, _tower(record, images=False).inputs)
+        task = super().open(artifact, tower_record(record, images=True), limits)
+        task.blank_texts = _blank(artifact, tower_record(record, images=False).inputs)
         task.notes += ("the graph takes texts and images: one blank text runs with each batch",)
         return task
 

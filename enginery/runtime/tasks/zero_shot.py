@@ -32,14 +32,6 @@ def make_pairs(texts: Sequence[str], labels: Sequence[str], template: str) -> li
         TaskOptionError: the template has no `{}`, or a label is empty.
         InputError: the pairs together are too long.
     """
-    if template.count("{}") != 1 or template.replace("{}", "").count("{"):
-        raise TaskOptionError(
-            f"hypothesis_template is '{template[:60]}', expected a text with one '{{}}' in the "
-            "place of the label.",
-            field="hypothesis_template",
-        )
-    if not all(label.strip() for label in labels):
-        raise TaskOptionError("candidate_labels: a label is empty.", field="candidate_labels")
     # Before the pairs are made: a template of megabytes would be repeated for every label.
     hypothesis_characters = len(labels) * len(template) + sum(map(len, labels))
     characters = len(labels) * sum(map(len, texts)) + len(texts) * hypothesis_characters
@@ -49,8 +41,37 @@ def make_pairs(texts: Sequence[str], labels: Sequence[str], template: str) -> li
             f"at most {_MAX_CHARACTERS:,}.",
             do="Use fewer texts, shorter ones or fewer labels.",
         )
-    hypotheses = [template.replace("{}", label) for label in labels]
+    hypotheses = make_hypotheses(labels, template, limit=_MAX_CHARACTERS)
     return [(text, hypothesis) for text in texts for hypothesis in hypotheses]
+
+
+def make_hypotheses(labels: Sequence[str], template: str, *, limit: int) -> list[str]:
+    """Return what is said of an input with each label.
+
+    Args:
+        labels: the labels.
+        template: a text with `{}` in the place of the label.
+        limit: maximum number of characters of all hypotheses.
+
+    Raises:
+        TaskOptionError: the template has no `{}`, a label is empty, or they are too long.
+    """
+    if template.count("{}") != 1 or template.replace("{}", "").count("{"):
+        raise TaskOptionError(
+            f"hypothesis_template is '{template[:60]}', expected a text with one '{{}}' in the "
+            "place of the label.",
+            field="hypothesis_template",
+        )
+    if not all(label.strip() for label in labels):
+        raise TaskOptionError("candidate_labels: a label is empty.", field="candidate_labels")
+    characters = len(labels) * len(template) + sum(map(len, labels))
+    if characters > limit:
+        raise TaskOptionError(
+            f"candidate_labels: with the template they have {characters:,} characters, expected at "
+            f"most {limit:,}.",
+            field="candidate_labels",
+        )
+    return [template.replace("{}", label) for label in labels]
 
 
 def entailment_index(config: ModelConfig) -> int:

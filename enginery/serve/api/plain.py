@@ -56,6 +56,16 @@ routes = Routes("plain")
 _JSON_STARTS = (b"", *(bytes([byte]) for byte in b'{["-0123456789tfn'))
 _MAX_FORM_PARTS = 4096
 _FILE = {"type": "string", "contentMediaType": "application/octet-stream"}
+FILE_BODIES: dict[str, Any] = {
+    "multipart/form-data": {
+        "type": "object",
+        "required": ["file"],
+        "properties": {"file": _FILE, "parameters": {"type": "string"}},
+    },
+    "image/*": {},
+    "audio/*": {},
+}
+"""JSON schemas of bodies that are files, by content type."""
 
 
 class PredictAnyRequest(StrictRequestBody):
@@ -88,21 +98,13 @@ class PredictInputs:
     response=PredictAnyResponse,
     statuses=INFERENCE_STATUSES,
     runs_model=True,
-    other_bodies={
-        "multipart/form-data": {
-            "type": "object",
-            "required": ["file"],
-            "properties": {"file": _FILE, "parameters": {"type": "string"}},
-        },
-        "image/*": {},
-        "audio/*": {},
-    },
+    other_bodies=FILE_BODIES,
 )
 async def predict_any(request: Request) -> Response:
     """Answer POST /predict/{model}: run the model's task."""
     model = registry_of(request).get(request.path_params["model"])
     task = require_task(request, model)
-    inputs = await _read(request, task)
+    inputs = await read_any(request, task, model.name)
     results = await run_inference(
         request, model, task, inputs.items, inputs.parameters, "parameters."
     )
@@ -167,7 +169,17 @@ async def zero_shot(request: Request, body: ZeroShotRequest) -> Response:
     return json_response(answers[0] if is_single else answers)
 
 
-async def _read(request: Request, task: Task) -> PredictInputs:
+async def read_any(request: Request, task: Task, name: str) -> PredictInputs:
+    """Return the inputs and parameters of a request for a task: JSON, a file, or a form of files.
+
+    Args:
+        request: the request.
+        task: the task.
+        name: name of the model.
+
+    Raises:
+        HTTPError: the body has none of these forms, or an input is invalid.
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     is_form = kind == "multipart/form-data"
     takes_files = task.modality != "text"
@@ -175,8 +187,7 @@ async def _read(request: Request, task: Task) -> PredictInputs:
         if not takes_files or not (is_form or kind.startswith(f"{task.modality}/")):
             example = "a text" if not takes_files else f"{FILES[task.modality]} in base64"
             raise invalid_body(
-                f"model '{request.path_params['model']}' takes {PLURALS[task.modality]}, found a "
-                f"body of {kind[:60]!r}.",
+                f"model '{name}' takes {PLURALS[task.modality]}, found a body of {kind[:60]!r}.",
                 do=f'Send JSON: {{"inputs": "{example}"}}.',
             )
         if is_form:
@@ -194,9 +205,9 @@ async def _read(request: Request, task: Task) -> PredictInputs:
         kind = {"image": "image/png", "audio": "audio/wav"}[task.modality]
         do = f"To send {FILES[task.modality]} itself, set its content type, such as {kind}."
         raise invalid_body(error.message, do=do) from None
-    for name in values:
-        if name not in PredictAnyRequest.model_fields:
-            raise unknown_field(name, tuple(PredictAnyRequest.model_fields))
+    for key in values:
+        if key not in PredictAnyRequest.model_fields:
+            raise unknown_field(key, tuple(PredictAnyRequest.model_fields))
     parameters = values.get("parameters") or {}
     if not isinstance(parameters, dict):
         raise invalid_value("parameters", "an object", parameters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -24,7 +25,14 @@ from enginery.runtime.tasks import manifest_task
 from enginery.runtime.tasks.batch_runner import BatchRunner
 from enginery.runtime.tasks.embed import Embed
 from enginery.runtime.tasks.generate import Generate
-from enginery.runtime.tasks.task import InputLimits, MediaTask, Row, RowTask, Task
+from enginery.runtime.tasks.task import (
+    InputLimits,
+    MediaTask,
+    Row,
+    RowTask,
+    Task,
+    UnreadableOutputsError,
+)
 from enginery.runtime.tasks.tensors import Tensors
 from enginery.runtime.tasks.text import TextTask
 from enginery.runtime.tasks.text_generator import TextGenerator, open_rows
@@ -35,6 +43,8 @@ from enginery.serve.batching.queue import QueueEntry
 from enginery.serve.batching.scheduler import BatchStatistics
 from enginery.serve.config import ServeConfig
 from enginery.serve.models.quick_texts import quick_characters
+
+_log = logging.getLogger(__name__)
 
 _MAX_MEDIA_CPU = 8
 """Maximum batch size of images and audio on a CPU, where batches are hardly faster per input."""
@@ -135,7 +145,11 @@ def open_task(
         token_ids=options.token_ids,
         parallel_encode=parallel_encode,
     )
-    return definition.open(artifact, record, limits)
+    try:
+        return definition.open(artifact, record, limits)
+    except UnreadableOutputsError as error:
+        _log.warning("only tensors are served of a model: %s", error.message)
+        return None
 
 
 class ModelBackend(ModelFiles):

@@ -89,6 +89,8 @@ PROCESSORS = [
     ("maskformer", "MaskFormer", {}),
     ("maskformer", "MaskFormer", {"size": {"shortest_edge": 60, "longest_edge": 90}}),
     ("maskformer", "MaskFormer", {"size": {"height": 60, "width": 90}, "size_divisor": 16}),
+    ("mask2former", "Mask2Former", {"size": {"shortest_edge": 60, "longest_edge": 90}}),
+    ("mask2former", "Mask2Former", {"size": {"height": 60, "width": 90}, "size_divisor": 16}),
     ("detr", "Detr", {}),
     ("detr", "Detr", {"size": {"shortest_edge": 60, "longest_edge": 90}}),
     ("detr", "Detr", {"size": {"max_height": 60, "max_width": 90}}),

@@ -19,9 +19,11 @@ from enginery.runtime.tasks import TASKS
 from enginery.runtime.tasks.answer import ContextAnswer
 from enginery.runtime.tasks.audio import Transcription
 from enginery.runtime.tasks.classify import Classification, Label
+from enginery.runtime.tasks.detect import Box, Detection
 from enginery.runtime.tasks.fill import Filling, MaskFillings
 from enginery.runtime.tasks.generate import Generate, GenerateOptions, Generation
 from enginery.runtime.tasks.results import is_finite, output_tensors, to_plain
+from enginery.runtime.tasks.segment import Segment, make_segment
 from enginery.runtime.tasks.tag import TokenSpan
 from enginery.serve.api.endpoints import json_response
 from enginery.serve.api.oip_tensors import task_metadata, tensors_from_results
@@ -30,11 +32,14 @@ LABELS = [
     Classification((Label("glad", 0.75), Label("müde", 0.25))),
     Classification((Label("müde", 0.5), Label("glad", 0.5))),
 ]
+SMALL = Box(-1, 0, 5, 6)
+MASK = make_segment("", None, np.array([[True, True, True, False]])).mask
 RESULTS: dict[str, list[Any]] = {
     "embed": [np.array([0.5, -1.0], np.float32), np.array([0.0, 2.0], np.float32)],
     "embed_images": [np.array([0.5, -1.0], np.float32)],
     "classify": LABELS,
     "classify_images": LABELS,
+    "zero_shot_images": LABELS,
     "classify_audio": LABELS[:1],
     "tag": [[TokenSpan("PER", 0.5, 0, 3, "Ada"), TokenSpan("LOC", 0.25, 13, 19, "London")], []],
     "answer": [
@@ -49,6 +54,8 @@ RESULTS: dict[str, list[Any]] = {
             )
         )
     ],
+    "detect": [[Detection("cat", 0.75, Box(1, 2, 30, 40)), Detection("ox", 0.5, SMALL)], []],
+    "segment": [[Segment("sky", None, MASK), Segment("car", 0.5, MASK)], []],
     "transcribe": [Transcription("it is warm", 0.5), Transcription("", 0.25)],
 }
 """A made-up result for each task."""
@@ -67,7 +74,7 @@ COLUMNS: dict[tuple[str, int], list[str]] = {
     ("embed_images", 0): ["embedding: fixed_size_list<item: float>[2]"],
     **{
         (verb, top_k): columns
-        for verb in ("classify", "classify_images", "classify_audio")
+        for verb in ("classify", "classify_images", "classify_audio", "zero_shot_images")
         for top_k, columns in LABEL_COLUMNS.items()
     },
     ("tag", 0): [
@@ -83,6 +90,11 @@ COLUMNS: dict[tuple[str, int], list[str]] = {
         "masks: list<item: list<item: struct<token: string, token_id: int64, score: float, "
         "sequence: string>>>"
     ],
+    ("detect", 0): [
+        "detections: list<item: struct<label: string, score: float, box: struct<xmin: int64, "
+        "ymin: int64, xmax: int64, ymax: int64>>>"
+    ],
+    ("segment", 0): ["segments: list<item: struct<label: string, score: float, mask: string>>"],
     ("transcribe", 0): ["text: string", "score: float"],
 }
 """Verb and `top_k`, 0 if it is left out -> columns of a table."""
@@ -105,6 +117,8 @@ ROWS: dict[tuple[str, int], list[dict[str, Any]]] = {
     ("classify", 0): LABEL_ROWS,
     ("classify", 1): [{"label": "glad", "score": 0.75}, {"label": "müde", "score": 0.5}],
     ("classify_images", 0): LABEL_ROWS,
+    ("zero_shot_images", 0): LABEL_ROWS,
+    ("zero_shot_images", 1): [{"label": "glad", "score": 0.75}, {"label": "müde", "score": 0.5}],
     ("classify_images", 1): [{"label": "glad", "score": 0.75}, {"label": "müde", "score": 0.5}],
     ("classify_audio", 0): LABEL_ROWS[:1],
     ("classify_audio", 1): [{"label": "glad", "score": 0.75}],
@@ -151,6 +165,28 @@ ROWS: dict[tuple[str, int], list[dict[str, Any]]] = {
             ]
         }
     ],
+    ("detect", 0): [
+        {
+            "detections": [
+                {
+                    "label": "cat",
+                    "score": 0.75,
+                    "box": {"xmin": 1, "ymin": 2, "xmax": 30, "ymax": 40},
+                },
+                {"label": "ox", "score": 0.5, "box": {"xmin": -1, "ymin": 0, "xmax": 5, "ymax": 6}},
+            ]
+        },
+        {"detections": []},
+    ],
+    ("segment", 0): [
+        {
+            "segments": [
+                {"label": "sky", "score": None, "mask": MASK},
+                {"label": "car", "score": 0.5, "mask": MASK},
+            ]
+        },
+        {"segments": []},
+    ],
     ("transcribe", 0): [{"text": "it is warm", "score": 0.5}, {"text": "", "score": 0.25}],
 }
 
@@ -160,6 +196,7 @@ OUTPUTS: dict[str, list[tuple[str, str, list[int]]]] = {
     "embed_images": [("embedding", "FP32", [-1, 2])],
     "classify": LABEL_OUTPUTS,
     "classify_images": LABEL_OUTPUTS,
+    "zero_shot_images": LABEL_OUTPUTS,
     "classify_audio": LABEL_OUTPUTS,
     "tag": [("entities", "BYTES", [-1])],
     "answer": [
@@ -169,6 +206,8 @@ OUTPUTS: dict[str, list[tuple[str, str, list[int]]]] = {
         ("end", "INT64", [-1, -1]),
     ],
     "fill": [("fillings", "BYTES", [-1])],
+    "detect": [("detections", "BYTES", [-1])],
+    "segment": [("segments", "BYTES", [-1])],
     "transcribe": [("text", "BYTES", [-1]), ("score", "FP32", [-1])],
 }
 """Verb -> name, datatype and shape of each tensor, as the Open Inference Protocol declares them."""
@@ -182,6 +221,7 @@ TENSORS: dict[str, list[tuple[str, str, tuple[int, ...], list[Any]]]] = {
     "embed_images": [("embedding", "FP32", (1, 2), [0.5, -1.0])],
     "classify": LABEL_TENSORS,
     "classify_images": LABEL_TENSORS,
+    "zero_shot_images": LABEL_TENSORS,
     "classify_audio": [
         ("label", "BYTES", (1, 2), [b"glad", "müde".encode()]),
         ("score", "FP32", (1, 2), [0.75, 0.25]),
@@ -219,6 +259,33 @@ TENSORS: dict[str, list[tuple[str, str, tuple[int, ...], list[Any]]]] = {
             ],
         )
     ],
+    "detect": [
+        (
+            "detections",
+            "BYTES",
+            (2,),
+            [
+                b'[{"label": "cat", "score": 0.75, "box": {"xmin": 1, "ymin": 2, "xmax": 30, '
+                b'"ymax": 40}}, {"label": "ox", "score": 0.5, "box": {"xmin": -1, "ymin": 0, '
+                b'"xmax": 5, "ymax": 6}}]',
+                b"[]",
+            ],
+        )
+    ],
+    "segment": [
+        (
+            "segments",
+            "BYTES",
+            (2,),
+            [
+                (
+                    f'[{{"label": "sky", "score": null, "mask": "{MASK}"}}, '
+                    f'{{"label": "car", "score": 0.5, "mask": "{MASK}"}}]'
+                ).encode(),
+                b"[]",
+            ],
+        )
+    ],
     "transcribe": [
         ("text", "BYTES", (2,), [b"it is warm", b""]),
         ("score", "FP32", (2,), [0.5, 0.25]),
@@ -234,6 +301,7 @@ JSON: dict[str, list[str]] = {
     "embed_images": ["[0.5,-1.0]"],
     "classify": LABEL_JSON,
     "classify_images": LABEL_JSON,
+    "zero_shot_images": LABEL_JSON,
     "classify_audio": LABEL_JSON[:1],
     "tag": [
         '[{"label":"PER","score":0.5,"start":0,"end":3,"text":"Ada"},'
@@ -250,6 +318,16 @@ JSON: dict[str, list[str]] = {
         '{"token":"cöld","token_id":8,"score":0.25,"sequence":"it is cöld"}],'
         '[{"token":"on","token_id":9,"score":0.125,"sequence":"it is on"}]]}'
     ],
+    "detect": [
+        '[{"label":"cat","score":0.75,"box":{"xmin":1,"ymin":2,"xmax":30,"ymax":40}},'
+        '{"label":"ox","score":0.5,"box":{"xmin":-1,"ymin":0,"xmax":5,"ymax":6}}]',
+        "[]",
+    ],
+    "segment": [
+        f'[{{"label":"sky","score":null,"mask":"{MASK}"}},'
+        f'{{"label":"car","score":0.5,"mask":"{MASK}"}}]',
+        "[]",
+    ],
     "transcribe": ['{"text":"it is warm","score":0.5}', '{"text":"","score":0.25}'],
 }
 
@@ -265,6 +343,7 @@ WORDS: dict[str, list[tuple[dict[str, str], str]]] = {
     "embed_images": [({"embedding": "2 dims"}, '{"dims":2}')],
     "classify": LABEL_WORDS,
     "classify_images": LABEL_WORDS,
+    "zero_shot_images": LABEL_WORDS,
     "classify_audio": LABEL_WORDS[:1],
     "tag": [
         ({"answer": "Ada (PER 0.50); London (LOC 0.25)"}, '{"spans":[{"label":"PER"'),
@@ -275,6 +354,17 @@ WORDS: dict[str, list[tuple[dict[str, str], str]]] = {
         ({"answer": "none 0.50"}, '{"answers":[{"text":"","score":0.5,"start":0,"end":0}]}'),
     ],
     "fill": [({"answer": "warm 0.50; cöld 0.25 | on 0.12"}, '{"masks":[[{"token":"warm",')],
+    "segment": [
+        ({"answer": "sky on 75%, car 0.50 on 75%"}, '{"segments":[{"label":"sky",'),
+        ({"answer": "nothing found"}, '{"segments":[]}'),
+    ],
+    "detect": [
+        (
+            {"answer": "cat 0.75 at (1, 2, 30, 40), ox 0.50 at (-1, 0, 5, 6)"},
+            '{"detections":[{"label":"cat",',
+        ),
+        ({"answer": "nothing found"}, '{"detections":[]}'),
+    ],
     "transcribe": [
         ({"answer": "it is warm"}, '{"text":"it is warm","score":0.5}'),
         ({"answer": ""}, '{"text":"","score":0.25}'),
@@ -306,10 +396,18 @@ SIGNATURES = {
     '"properties": {"score": {"type": "double", "required": true}, "sequence": {"type": "string", '
     '"required": true}, "token": {"type": "string", "required": true}, "token_id": {"type": "long",'
     ' "required": true}}}}, "name": "masks", "required": true}]',
+    "detect": '[{"type": "array", "items": {"type": "object", "properties": {"box": {"type": '
+    '"object", "properties": {"xmax": {"type": "long", "required": true}, "xmin": {"type": "long", '
+    '"required": true}, "ymax": {"type": "long", "required": true}, "ymin": {"type": "long", '
+    '"required": true}}, "required": true}, "label": {"type": "string", "required": true}, '
+    '"score": {"type": "double", "required": true}}}, "required": true}]',
+    "segment": '[{"type": "array", "items": {"type": "object", "properties": {"label": {"type": '
+    '"string", "required": true}, "mask": {"type": "string", "required": true}, "score": {"type": '
+    '"double", "required": false}}}, "required": true}]',
     "transcribe": '[{"type": "string", "name": "text", "required": true}, '
     '{"type": "double", "name": "score", "required": true}]',
 }
-"""Verb -> outputs of MLflow's signature."""
+"""Verb -> outputs of MLflow's signature, which labels to choose from are no part of."""
 
 
 def columns_of(verb: str, top_k: int) -> OutputColumns:
@@ -413,7 +511,7 @@ def test_json_of_the_server_and_of_mlflow(verb):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:mlflow.*")
 @pytest.mark.filterwarnings("ignore::FutureWarning:mlflow.*")
 @pytest.mark.filterwarnings("ignore::UserWarning:mlflow.*")
-@pytest.mark.parametrize("verb", RESULTS)
+@pytest.mark.parametrize("verb", SIGNATURES)
 def test_signature_for_mlflow(verb):
     pytest.importorskip("mlflow", reason="pip install 'enginery[mlflow]'")
     from enginery.publish.targets.mlflow.model import signature
@@ -421,8 +519,12 @@ def test_signature_for_mlflow(verb):
     task = TASKS[verb]
     graph_input = {"text": "input_ids", "image": "pixel_values", "audio": "input_values"}
     specs = [SimpleNamespace(name=graph_input[task.modality])]
+    outputs = [
+        SimpleNamespace(name=name, dims=("batch",) * rank)
+        for name, rank in (task.graph_outputs or {"logits": 4}).items()
+    ]
     manifest: Any = SimpleNamespace(
-        task=task.tasks[0], graphs=[SimpleNamespace(inputs=specs, outputs=[])]
+        task=task.tasks[0], graphs=[SimpleNamespace(inputs=specs, outputs=outputs)]
     )
     schema = signature(manifest)
     assert schema.outputs.to_json() == SIGNATURES[verb]
@@ -443,10 +545,13 @@ NOT_FINITE: dict[str, list[Any]] = {
     "embed_images": [np.array([-math.inf, 0], np.float32)],
     "classify": [Classification((Label("glad", 0.5), Label("müde", math.nan)))],
     "classify_images": [Classification((Label("glad", math.inf),))],
+    "zero_shot_images": [Classification((Label("glad", math.nan),))],
     "classify_audio": [Classification((Label("glad", math.nan),))],
     "tag": [[TokenSpan("PER", 0.5, 0, 3, "Ada"), TokenSpan("PER", math.nan, 0, 3, "Ada")]],
     "answer": [[ContextAnswer("", math.nan, 0, 0)]],
     "fill": [MaskFillings(((), (Filling("warm", 7, math.inf, "it is warm"),)))],
+    "detect": [[Detection("ox", math.nan, SMALL)]],
+    "segment": [[Segment("sky", None, ""), Segment("car", math.nan, "")]],
     "transcribe": [Transcription("", math.nan)],
 }
 

@@ -87,6 +87,15 @@ def test_pixels_and_tensors_arrive_aligned():
         assert array.flags.aligned
 
 
+def test_the_size_of_an_image_arrives_with_its_row_and_its_outputs():
+    pixels = {"pixel_values": np.zeros((3, 2, 2), np.float32)}
+    _, (row,) = sent_rows(Row(pixels, 1, image_size=(480, 640), group=2**56 - 1))
+    assert (*row.image_size, row.group) == (480, 640, 2**56 - 1)
+    boxes = np.ones((5, 4), np.float32)
+    ((logits, centers, size),) = outputs_of([(boxes, boxes, row.image_size)], [1])
+    assert (logits.shape, centers.shape, tuple(size)) == ((5, 4), (5, 4), (480, 640))
+
+
 @pytest.mark.parametrize("texts", [["a", "", "ü界"], [b"a", b"", b"\xff\x00"]])
 def test_arrays_of_strings_arrive(texts):
     _, (row,) = sent_rows(Row({"text": np.array([texts], object)}, 1))

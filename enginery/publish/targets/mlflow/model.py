@@ -6,6 +6,7 @@ import json
 from dataclasses import fields, is_dataclass
 from io import BytesIO
 from pathlib import Path
+from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from enginery.core.artifact.manifest import Manifest
@@ -16,6 +17,7 @@ from enginery.runtime.tasks.audio import example_wav
 from enginery.runtime.tasks.examples import example_texts
 from enginery.runtime.tasks.results import bare_type
 from enginery.runtime.tasks.task import Task
+from enginery.runtime.tasks.zero_shot_images import ZeroShotImages
 from enginery.runtime.text.pooling import Vectors
 
 ARTIFACT = "data/artifact"
@@ -90,7 +92,8 @@ def let_loader_check_inputs(file: Path) -> None:
 def _supported_task(manifest: Manifest) -> type[Task] | None:
     """Return the artifact's task; None if a logged model cannot answer it."""
     task = manifest_task(manifest)
-    return None if task is None or task.runs_in_steps else task
+    # The parameters of a signature are no lists, such as the labels to choose from.
+    return None if task is None or task.runs_in_steps or task is ZeroShotImages else task
 
 
 def _column_type(kind: Any) -> Any:
@@ -107,14 +110,20 @@ def _column_type(kind: Any) -> Any:
     if kind in scalars:
         return scalars[kind]
     if is_dataclass(kind):
-        return Object([Property(name, part) for name, part in _field_types(kind).items()])
+        hints, kinds = get_type_hints(kind), _field_types(kind)
+        return Object(
+            [
+                Property(name, part, required=NoneType not in get_args(hints[name]))
+                for name, part in kinds.items()
+            ]
+        )
     return Array(_column_type(get_args(kind)[0]))
 
 
 def _field_types(kind: Any) -> dict[str, Any]:
     """Return MLflow's type of each field of a dataclass."""
     hints = get_type_hints(kind)
-    return {field.name: _column_type(hints[field.name]) for field in fields(kind)}
+    return {field.name: _column_type(bare_type(hints[field.name])) for field in fields(kind)}
 
 
 def input_example(package: Package) -> Any:
