@@ -425,8 +425,10 @@ class Model(Closeable):
         generator = self._generator("generate")
         if batch_size < 1:
             raise InputError(f"batch_size is {batch_size}, expected 1 or more.")
-        rows = generator.task.read_rows(inputs, GenerateOptions.read(options))
-        texts = generator.run_stream(rows, batch_rows=batch_size)
+        read = GenerateOptions.read(options)
+        rows = generator.task.read_rows(inputs, read)
+        outputs = generator.run_stream(rows, batch_rows=batch_size)
+        texts = generator.task.postprocess(ModelInputs([]), outputs, read)
         return [generation for generations in texts for generation in generations]
 
     def stream(
@@ -442,7 +444,8 @@ class Model(Closeable):
             options: see `generate`; with beam search the whole text is one piece.
         """
         generator = self._generator("stream")
-        (row,) = generator.task.preprocess([text], GenerateOptions.read(options)).rows
+        read = GenerateOptions.read(options)
+        (row,) = generator.task.preprocess([text], read, streams=True).rows
         return generator.stream(row)
 
     def chat(
@@ -459,7 +462,8 @@ class Model(Closeable):
         """
         row = self._chat_row("chat", messages, options)
         ((generation,),) = self._generator("chat").run_stream([row])
-        return generation
+        answer: Generation = generation
+        return answer
 
     def stream_chat(
         self, messages: Sequence[Message], **options: Unpack[GenerationKeywords]

@@ -27,7 +27,17 @@ from starlette.types import Receive, Scope, Send
 
 from enginery.core.errors import EngineryError, OptionError, nearest
 from enginery.core.options import options_from
-from enginery.serve.api import admin, completions, generate, oip, openai, plain, rerank, tei
+from enginery.serve.api import (
+    admin,
+    completions,
+    generate,
+    oip,
+    openai,
+    plain,
+    rerank,
+    speech,
+    tei,
+)
 from enginery.serve.api.endpoints import Endpoint
 from enginery.serve.api.errors import HTTPError, error_response, scope_protocol, to_http_error
 from enginery.serve.api.requests import quote
@@ -68,6 +78,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     *openai.routes.endpoints,
     *rerank.routes.endpoints,
     *completions.routes.endpoints,
+    *speech.routes.endpoints,
     *plain.routes.endpoints,
     *generate.routes.endpoints,
     *oip.routes.endpoints,

@@ -165,7 +165,9 @@ class InputLimits:
     max_pixels: int = 0
     """Maximum number of pixels of an image file."""
     max_seconds: float = 0.0
-    """Maximum duration of audio."""
+    """Maximum duration of audio that runs in one piece."""
+    max_speech_seconds: float = 0.0
+    """Maximum duration of speech that runs in windows."""
     max_new_tokens: int = 0
     """Maximum number of tokens to generate for a text."""
     max_sequences: int = 0
@@ -318,6 +320,11 @@ class Task(RowTask):
         if "input_ids" in names and "pixel_values" in names:
             return False  # a class of its own embeds with such a graph
         return manifest.task in cls.tasks and input_modality(names) == cls.modality
+
+    @classmethod
+    def result_type_for(cls, options: TaskOptions) -> Any:
+        """Return the type of one result of a call with these options."""
+        return cls.result_type
 
     @abstractmethod
     def describe(self, result: Any) -> str:
