@@ -133,7 +133,7 @@ class _Merger:
         return self.parts
 
     def _counted_stamps(self, chunk: ChunkTokens) -> tuple[float, int]:
-        """Return the first stamp behind the first overlap, and the first one within the last overlap.
+        """Return the first stamp behind the first overlap, and the first one in the last overlap.
 
         The latter is 0 if there is none.
         """

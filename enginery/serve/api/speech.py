@@ -200,7 +200,7 @@ async def _read_form(request: Request, kind: type[SpeechRequest]) -> tuple[bytes
             if isinstance(part, UploadFile):
                 if name != "file":
                     raise invalid_field(
-                        f"found a file in {name[:60]!r}, expected file.", field=name
+                        f"found a file in {name[:60]!r}, expected file.", field="file"
                     )
                 content = await part.read()
             elif field == "timestamp_granularities":
