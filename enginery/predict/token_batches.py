@@ -188,8 +188,9 @@ class WindowRunner:
                 truncated += row.truncated
                 return row
 
-            rows = self.batches.run_stream(map(counted, self.task.read_rows(inputs)))
-            results = self.task.postprocess(ModelInputs([]), rows, self.options)
+            work = ModelInputs([])
+            rows = map(counted, self.task.read_rows(inputs, self.options, work))
+            results = self.task.postprocess(work, self.batches.run_stream(rows), self.options)
             stats.truncated += truncated
             return results
         stream = self._stream()

@@ -17,7 +17,7 @@ from contextlib import closing
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -158,8 +158,10 @@ class Model(Closeable):
         task = cast("Task", batches.task)
         read = task.Options.read(options)
         if isinstance(task, MediaTask):  # rows are large: do not hold all of them in memory
-            outputs = batches.run_stream(map(self._count, task.read_rows(inputs)))
-            return task.postprocess(ModelInputs([]), outputs, read)
+            media = ModelInputs([])
+            rows = task.read_rows(inputs, read, media)
+            outputs = batches.run_stream(map(self._count, rows))
+            return task.postprocess(media, outputs, read)
         if self._on_gpu and isinstance(inputs, list | tuple) and len(inputs) > _FIRST_WINDOW:
             return self._run_windows(batches, inputs, read)
         work = task.preprocess(inputs, read)
@@ -391,13 +393,31 @@ class Model(Closeable):
         )
         return classifications
 
-    def transcribe(self, audio: Sequence[AudioInput]) -> list[Transcription]:
+    def transcribe(
+        self,
+        audio: Sequence[AudioInput],
+        *,
+        return_timestamps: Literal["char", "word"] | None = None,
+        chunk_length_s: float | None = None,
+        stride_length_s: float | list[float] | None = None,
+    ) -> list[Transcription]:
         """Transcribe speech with a CTC model, by the most likely token of each frame.
 
         Args:
             audio: paths, contents of files, or pairs (samples, sampling rate in Hz).
+            return_timestamps: adds `chunks` to the results, the time of each letter or word.
+            chunk_length_s: seconds of the chunks that audio is cut into, which bounds the memory of
+                a long recording; None for one run.
+            stride_length_s: seconds of a chunk that overlap with the chunk before and the next one,
+                or a pair of them; None for a sixth of a chunk each.
         """
-        transcriptions: list[Transcription] = self._run_task("transcribe", audio)
+        transcriptions: list[Transcription] = self._run_task(
+            "transcribe",
+            audio,
+            return_timestamps=return_timestamps,
+            chunk_length_s=chunk_length_s,
+            stride_length_s=stride_length_s,
+        )
         return transcriptions
 
     def generate(

@@ -30,6 +30,23 @@ class SpeechChunk:
     """Start and end in seconds; None where no time stamp says it."""
 
 
+def describe_chunks(chunks: Sequence[SpeechChunk]) -> str:
+    """Return a line for each part that has a text, for people.
+
+    >>> describe_chunks([SpeechChunk(" Hello.", (0.0, 1.5))])
+    '[0.00 → 1.50] Hello.'
+    """
+
+    def clock(seconds: float | None) -> str:
+        return "?" if seconds is None else f"{seconds:.2f}"
+
+    return "\n".join(
+        f"[{clock(chunk.timestamp[0])} → {clock(chunk.timestamp[1])}] {chunk.text.strip()}"
+        for chunk in chunks
+        if chunk.text.strip()
+    )
+
+
 @dataclass(frozen=True)
 class ChunkTokens:
     """The tokens of a chunk of a recording."""

@@ -349,7 +349,8 @@ class SourceSounds(GenerationInputs):
         """
         _require_list(inputs, "sound")
         prompt, language, task = (own.pop(name, None) for name in ("prompt", "language", "task"))
-        speech = SpeechOptions.read(self._shape.seconds, **own)
+        rate = self._processor.sampling_rate
+        speech = SpeechOptions.read(self._shape.seconds, rate, **own)
         after_start = partial(self._prompts.after_start, language=language, task=task)
         before = self._previous(prompt, after_start()) if prompt is not None else ()
         start = _start(options)
@@ -359,7 +360,6 @@ class SourceSounds(GenerationInputs):
                 "no_timestamps_token_id, or no token follows it.",
                 do="Leave it out.",
             )
-        rate = self._processor.sampling_rate
         for index, sound in enumerate(inputs):
             name = f"audio {index}"
             blocks = audio_blocks(sound, rate, name=name, max_seconds=self.max_seconds)

@@ -1,6 +1,6 @@
 """A recording of speech that Whisper transcribes in several windows.
 
-    options = SpeechOptions.read(30, chunk_length_s=20)
+    options = SpeechOptions.read(30, 16000, chunk_length_s=20)
     recording = Recording("audio 0", processor, shape, time_stamps)
     for part in recording.read(blocks, options):
         while not part.done:
@@ -23,14 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.errors import InputError
+from enginery.runtime.audio.chunks import ChunkLengths, cut, most_chunks, take
 from enginery.runtime.audio.processor import AudioProcessor, Waveform, WhisperSpectrogram
 from enginery.runtime.audio.transcript import ChunkTokens, Stride
 from enginery.runtime.generation.options import short
 from enginery.runtime.generation.time_stamps import TimeStamps
-
-_FREE_WINDOWS, _LEAST_SECONDS = 16, 4.0
-"""A server gives up a recording that takes more windows than these, and one for so many seconds.
-People speak in segments of 2 to 30 seconds, and a window ends with its last whole one."""
 
 
 @dataclass(frozen=True)
@@ -39,27 +36,20 @@ class SpeechOptions:
 
     return_timestamps: bool = False
     """The result has the time of each segment."""
-    chunk_length_s: float = 0.0
-    """Seconds of the chunks that audio is cut into; 0 to go on where the last segment ended."""
-    stride_length_s: tuple[float, float] = (0.0, 0.0)
-    """Seconds of a chunk that overlap with the chunk before, and with the next one."""
+    chunks: ChunkLengths | None = None
+    """None to go on where the last segment ended."""
 
     @classmethod
     def read(
-        cls,
-        window_seconds: float,
-        *,
-        return_timestamps: Any = None,
-        chunk_length_s: Any = None,
-        stride_length_s: Any = None,
+        cls, window_seconds: float, rate: int, *, return_timestamps: Any = None, **chunks: Any
     ) -> SpeechOptions:
         """Check the options of a call; None counts as absent.
 
         Args:
             window_seconds: the longest chunk.
+            rate: samples of a second.
             return_timestamps: True for times of segments.
-            chunk_length_s: seconds; 0 for no chunks.
-            stride_length_s: seconds of both overlaps, or a pair; a sixth of a chunk by default.
+            chunks: `chunk_length_s` and `stride_length_s`, see `ChunkLengths.read`.
 
         Raises:
             InputError: an option is invalid, or not supported.
@@ -74,33 +64,8 @@ class SpeechOptions:
             raise InputError(
                 f"return_timestamps: found {short(return_timestamps)}, expected true or false."
             )
-        length = _seconds("chunk_length_s", chunk_length_s or 0, window_seconds)
-        if not length:
-            if stride_length_s is not None:
-                raise InputError(
-                    "stride_length_s is given, but no chunk_length_s.", do="Set both, or neither."
-                )
-            return cls(bool(return_timestamps))
-        strides = length / 6 if stride_length_s is None else stride_length_s
-        pair = strides if isinstance(strides, list | tuple) else (strides, strides)
-        if len(pair) != 2:
-            raise InputError(
-                f"stride_length_s: found {short(strides)}, expected seconds, or a pair of them."
-            )
-        left, right = (_seconds("stride_length_s", stride, length) for stride in pair)
-        if left + right >= length:
-            raise InputError(
-                f"stride_length_s is {left:g} and {right:g} seconds, together not less than "
-                f"chunk_length_s, {length:g}."
-            )
-        return cls(bool(return_timestamps), length, (left, right))
-
-
-def _seconds(name: str, value: Any, most: float) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value <= most:
-        raise InputError(f"{name}: found {short(value)}, expected seconds from 0 to {most:g}.")
-    return float(value)
+        lengths = ChunkLengths.read(window_seconds, rate=rate, **chunks)
+        return cls(bool(return_timestamps), lengths)
 
 
 @dataclass(frozen=True)
@@ -168,10 +133,10 @@ class Recording:
         """
         self.shows_time_stamps = self.has_time_stamps = options.return_timestamps
         blocks = self._counted(blocks)
-        if options.chunk_length_s:
-            yield from self._chunks(blocks, options)
+        if options.chunks is not None:
+            yield from self._chunks(blocks, options.chunks)
             return
-        head = _take(blocks, self.processor.fixed_samples + 1)
+        head = take(blocks, self.processor.fixed_samples + 1)
         if len(head) <= self.processor.fixed_samples:
             spectrogram = self.processor.window_spectrogram(head)
         else:
@@ -186,30 +151,15 @@ class Recording:
         self.is_read = True
         yield self._part(spectrogram)
 
-    def _chunks(
-        self, blocks: Iterator[Waveform], options: SpeechOptions
-    ) -> Iterator[RecordingPart]:
+    def _chunks(self, blocks: Iterator[Waveform], lengths: ChunkLengths) -> Iterator[RecordingPart]:
         """Yield a part for each chunk."""
         rate = self.processor.sampling_rate
-        length, left, right = (
-            round(seconds * rate) for seconds in (options.chunk_length_s, *options.stride_length_s)
-        )
-        step = max(length - left - right, 1)
-        samples, is_first = np.empty(0, np.float32), True
-        while not self.is_read:
-            samples = np.concatenate([samples, _take(blocks, length + 1 - len(samples))])
-            chunk = samples[:length]
-            self.is_read = len(samples) <= length
-            overlaps = (0 if is_first else left, 0 if self.is_read else right)
-            stride = (len(chunk) / rate, overlaps[0] / rate, overlaps[1] / rate)
-            if self.is_bounded and len(self.parts) > _most_windows(self.seconds):
-                raise InputError(
-                    f"{self.name}: the first {self.seconds:g} seconds are {len(self.parts)} "
-                    "chunks, which is too many.",
-                    do="Set a larger chunk_length_s, or a smaller stride_length_s.",
-                )
-            yield self._part(self.processor.window_spectrogram(chunk), stride)
-            samples, is_first = samples[step:], False
+        for samples, chunk in cut(blocks, lengths):
+            if self.is_bounded:
+                lengths.require_few(self.name, len(self.parts), rate)
+            self.is_read = chunk.is_last
+            stride = (chunk.length / rate, chunk.left / rate, chunk.right / rate)
+            yield self._part(self.processor.window_spectrogram(samples), stride)
 
     def _part(self, spectrogram: WhisperSpectrogram, stride: Stride | None = None) -> RecordingPart:
         part = RecordingPart(self, spectrogram, spectrogram.frames, stride)
@@ -283,22 +233,9 @@ class RecordingPart:
             self.finish = finish
         if self.done:
             self.spectrogram = WhisperSpectrogram(0)  # frees the features
-        elif recording.is_bounded and self.windows > _most_windows(recording.seconds):
+        elif recording.is_bounded and self.windows > most_chunks(recording.seconds):
             raise InputError(
                 f"{recording.name}: after {self.windows} windows, {self.begin} of {self.frames} "
                 "frames are transcribed: the model ends each window after a few seconds.",
                 do="Set chunk_length_s, which cuts audio into chunks.",
             )
-
-
-def _most_windows(seconds: float) -> int:
-    return _FREE_WINDOWS + int(seconds / _LEAST_SECONDS)
-
-
-def _take(blocks: Iterator[Waveform], count: int) -> Waveform:
-    """Return the next samples, at least `count` of them unless the audio ends before."""
-    taken, size = [np.empty(0, np.float32)], 0
-    while size < count and (block := next(blocks, None)) is not None:
-        taken.append(block)
-        size += len(block)
-    return np.concatenate(taken)

@@ -21,7 +21,7 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord, Manifest
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.model.files import ModelConfig
-from enginery.runtime.audio.transcript import ChunkTokens, SpeechChunk
+from enginery.runtime.audio.transcript import ChunkTokens, SpeechChunk, describe_chunks
 from enginery.runtime.decoder_graphs import DecoderGraphs, find_generating
 from enginery.runtime.generation.inputs import (
     GenerationInputs,
@@ -611,6 +611,13 @@ class GenerateFromAudio(Generate):
             earlier_tokens=content.earlier_tokens + len(sequence.tokens),
         )
         return Row(following, row.tokens)
+
+    @override
+    def describe(self, result: Generation) -> str:
+        """Return the text, and with times a line for each part."""
+        return (
+            describe_chunks(result.chunks) if isinstance(result, TimedGeneration) else result.text
+        )
 
     @override
     def postprocess(

@@ -336,18 +336,30 @@ class MediaTask(Task):
     """Base of tasks on images or audio. Inputs are read one by one, because rows are large."""
 
     def preprocess(self, inputs: Sequence[Any], options: Any) -> ModelInputs:
-        """Read each input into one row."""
-        return ModelInputs(list(self.read_rows(inputs)))
+        """Read each input into one row, or into several."""
+        work = ModelInputs([])
+        work.rows = list(self.read_rows(inputs, options, work))
+        return work
 
-    def read_rows(self, inputs: Sequence[Any]) -> Iterator[Row]:
-        """Read inputs one by one, for `BatchRunner.run_stream`."""
+    def read_rows(self, inputs: Sequence[Any], options: Any, work: ModelInputs) -> Iterator[Row]:
+        """Read inputs one by one, for `BatchRunner.run_stream`.
+
+        Args:
+            inputs: the inputs.
+            options: options of the task.
+            work: gets what `postprocess` needs besides the rows.
+        """
         if isinstance(inputs, str | bytes) or not isinstance(inputs, Sequence):
             raise InputError(
                 f"found one {type(inputs).__name__}, expected a list of {PLURALS[self.modality]}.",
                 do=f"Pass [{self.modality}].",
             )
         for index, item in enumerate(inputs):
-            yield self.read_row(item, index)
+            yield from self.rows_of(item, index, options, work)
+
+    def rows_of(self, item: Any, index: int, options: Any, work: ModelInputs) -> Iterator[Row]:
+        """Yield the rows of one input; see `read_rows`."""
+        yield self.read_row(item, index)
 
     @abstractmethod
     def read_row(self, item: Any, index: int = 0) -> Row:

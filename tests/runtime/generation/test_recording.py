@@ -133,12 +133,15 @@ def test_a_stream_has_the_text_of_all_windows(model):
         ({"chunk_length_s": float("nan")}, "chunk_length_s: found nan, expected seconds"),
         ({"stride_length_s": 2}, "stride_length_s is given, but no chunk_length_s"),
         ({"chunk_length_s": 6, "stride_length_s": 3}, "is 3 and 3 seconds, together not less than"),
-        ({"chunk_length_s": 6, "stride_length_s": [1]}, r"found \[1\], expected seconds, or a p"),
+        (
+            {"chunk_length_s": 6, "stride_length_s": [1]},
+            r"found \[1\], expected seconds, or a pair",
+        ),
     ],
 )
 def test_windows_that_cannot_be_made_are_errors(options, message):
     with pytest.raises(InputError, match=message):
-        SpeechOptions.read(30.0, **options)
+        SpeechOptions.read(30.0, sounds.RATE, **options)
 
 
 @pytest.mark.parametrize(
