@@ -399,7 +399,7 @@ class Model(Closeable):
         *,
         return_timestamps: Literal["char", "word"] | None = None,
         chunk_length_s: float | None = None,
-        stride_length_s: float | list[float] | None = None,
+        stride_length_s: float | None = None,
     ) -> list[Transcription]:
         """Transcribe speech with a CTC model, by the most likely token of each frame.
 
@@ -408,8 +408,8 @@ class Model(Closeable):
             return_timestamps: adds `chunks` to the results, the time of each letter or word.
             chunk_length_s: seconds of the chunks that audio is cut into, which bounds the memory of
                 a long recording; None for one run.
-            stride_length_s: seconds of a chunk that overlap with the chunk before and the next one,
-                or a pair of them; None for a sixth of a chunk each.
+            stride_length_s: seconds of a chunk that overlap with the chunk before, and as many with
+                the next one; None for a sixth of a chunk.
         """
         transcriptions: list[Transcription] = self._run_task(
             "transcribe",
@@ -437,10 +437,13 @@ class Model(Closeable):
             options: `max_new_tokens`, `num_beams` and others, see `GenerationOptions`; those that
                 are not given are the model's own. Of translation models also `source_language` and
                 `target_language`, of speech `language` and `task`, of images `prompt`: the
-                beginning of each text, which the result leaves out.
+                beginning of each text, which the result leaves out. Speech of any length is
+                transcribed in windows: `return_timestamps`, `chunk_length_s`, `stride_length_s` and
+                `prompt` are about them.
 
         Returns:
-            `num_return_sequences` results for each input, in order.
+            `num_return_sequences` results for each input, in order; with `return_timestamps` those
+            are `TimedGeneration`s.
         """
         generator = self._generator("generate")
         if batch_size < 1:

@@ -340,7 +340,8 @@ def taken_and_refused(schema):
     if schema["type"] == "array":
         return [["warm"]], [[], ["warm"] * (schema["maxItems"] + 1), "warm", [3]]
     ends = [schema[end] for end in ("minimum", "maximum") if end in schema]
-    return ends, [ends[0] - 1, *(end + 1 for end in ends[1:]), 1.0, True]
+    other_types = [True] if schema["type"] == "number" else [1.0, True]
+    return ends, [ends[0] - 1, *(end + 1 for end in ends[1:]), *other_types]
 
 
 def test_options_of_predict_are_those_of_the_task(tiny, tmp_path):

@@ -84,6 +84,8 @@ class GenerationInputs(ABC):
 
     arguments: ClassVar[tuple[str, ...]] = ()
     """Names of the arguments of `generate` that are about the inputs."""
+    argument_types: ClassVar[Mapping[str, str]] = {}
+    """JSON type of each of them that is no string."""
     hidden: range = range(0)
     """Token ids that are removed from the results, such as time stamps."""
     truncates: bool = False
@@ -310,6 +312,11 @@ class SourceSounds(GenerationInputs):
         "chunk_length_s",
         "stride_length_s",
     )
+    argument_types: ClassVar[Mapping[str, str]] = {
+        "return_timestamps": "boolean",
+        "chunk_length_s": "number",
+        "stride_length_s": "number",
+    }
 
     def __init__(
         self,

@@ -165,11 +165,11 @@ class TranscribeOptions(TaskOptions):
 
     return_timestamps: Literal["char", "word"] | None = None
     """Return the time of each letter or word."""
-    chunk_length_s: Annotated[float, Field(ge=0)] | None = None
+    chunk_length_s: Annotated[float, Field(ge=0, le=MAX_SECONDS)] | None = None
     """Seconds of the chunks that audio is cut into; null or 0 for none."""
-    stride_length_s: Annotated[float, Field(ge=0)] | list[float] | None = None
-    """Seconds of a chunk that overlap with the chunk before and with the next one; null for a sixth
-    of a chunk."""
+    stride_length_s: Annotated[float, Field(ge=0, le=MAX_SECONDS)] | None = None
+    """Seconds of a chunk that overlap with the chunk before, and as many with the next one; null
+    for a sixth of a chunk."""
 
 
 @dataclass

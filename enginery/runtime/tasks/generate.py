@@ -361,7 +361,9 @@ class Generate(Task):
             name: {**without_null(schemas[name]), "default": defaults[name]}
             for name in _FORM_OPTIONS
         }
-        return form_schemas | {name: {"type": "string"} for name in self.reader.arguments}
+        types = self.reader.argument_types
+        arguments = {name: {"type": types.get(name, "string")} for name in self.reader.arguments}
+        return form_schemas | arguments
 
     # -- inputs -------------------------------------------------------------------------------
 

@@ -113,7 +113,9 @@ class _Format:
 
     def cells(self, item: Any) -> tuple[Any, ...]:
         """Return a dataclass's values in the order of the columns."""
-        return tuple([getattr(item, name) for name in self.fields])
+        values = (getattr(item, name) for name in self.fields)
+        # The parts of a result, such as what was said when, are structs.
+        return tuple(to_plain(v) if isinstance(v, tuple | list) else v for v in values)
 
     def row(self, result: Any) -> tuple[Any, ...]:
         """Return a result's values in the order of a table's columns."""
