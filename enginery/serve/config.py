@@ -94,7 +94,7 @@ class ServeConfig:
     with the square of the duration in models that take audio of any length."""
     max_speech_seconds: float = 1800.0
     """Maximum duration of speech that runs in windows, in seconds: of Whisper, and of CTC models
-    with `chunk_length_s`. A second takes 32 kB while it waits or runs."""
+    with `chunk_length_s`. A second takes up to 100 kB while it waits or runs."""
     truncate: bool = True
     """Truncate texts that are longer than the model takes, unless the request sets its own
     option."""
