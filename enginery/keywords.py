@@ -415,6 +415,12 @@ class PredictKeywords(TypedDict, total=False):
     """Maximum number of tokens of an answer in question answering, 1 to 512."""
     allow_no_answer: bool
     """Allow "no answer" as a result of question answering, as an empty text."""
+    return_timestamps: Literal["", "char", "word"]
+    """Add the column `chunks` to transcriptions of CTC models, with the time of each letter or
+    word."""
+    chunk_length_s: float
+    """Seconds of the chunks that audio is cut into before a CTC model transcribes it, which bounds
+    the memory of long recordings; 0 for none."""
     generation: tuple[str, ...] | list[str]
     """An option of generation, `max_new_tokens=64`, `num_beams=4` or `target_language=fr`; repeat
     it for several. The model's generation_config.json has the others."""
@@ -655,8 +661,14 @@ class GenerationKeywords(TypedDict, total=False):
     target_language: str
     """Language to translate to."""
     prompt: str
-    """Beginning of each text about an image; no part of the result."""
+    """Beginning of a text about an image; or what was said before the speech."""
     language: str
     """Language of the speech."""
     task: Literal["transcribe", "translate"]
     """What is done with speech."""
+    return_timestamps: bool
+    """Return the time of each segment of speech."""
+    chunk_length_s: float
+    """Seconds of the chunks that speech is cut into; 0 for none."""
+    stride_length_s: float | tuple[float, ...] | list[float]
+    """Seconds of a chunk that overlap with the one before, and with the next one."""

@@ -426,8 +426,8 @@ BREAKS = (
     ),
     Break(
         "serve/batching/generation.py",
-        "            request.cancelled = True\n            queue.cancel(entries)\n",
-        "            queue.cancel(entries)\n",
+        "            request.cancelled = True\n            queue.cancel(request.entries)\n",
+        "            queue.cancel(request.entries)\n",
         "the texts of a request that was cancelled are generated to their end",
         "tests/serve/test_generation.py",
     ),

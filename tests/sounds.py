@@ -47,6 +47,19 @@ def speech(seconds, *, rate=RATE, seed=0):
     return voice.clip(-1, 1).astype(np.float32)
 
 
+def recording(seconds, *, seed=0):
+    """Voices, tones and noise of changing loudness, a few seconds each."""
+    random = np.random.default_rng(seed)
+    parts, total = [], 0.0
+    while total < seconds:
+        length = float(random.uniform(1, 7))
+        kind = random.choice([speech, chirp, sine, noise])
+        more = {"seed": int(random.integers(99))} if kind in (speech, noise) else {}
+        parts.append(kind(length, **more) * np.float32(random.uniform(0.1, 1)))
+        total += length
+    return np.concatenate(parts)[: round(seconds * RATE)]
+
+
 def silence(seconds, *, rate=RATE):
     return np.zeros(round(seconds * rate), np.float32)
 

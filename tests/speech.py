@@ -2,6 +2,7 @@
 
 save_whisper(directory)                         # four languages, two tasks
 save_whisper(directory, multilingual=False)     # English only
+save_whisper(directory, time_stamps=True)       # with the tokens of time stamps
 """
 
 from __future__ import annotations
@@ -15,21 +16,26 @@ from tests.tiny import TEXT
 LANGUAGES = ("en", "zh", "fr", "haw")
 _END, _START = "<|endoftext|>", "<|startoftranscript|>"
 _TASKS = ("translate", "transcribe")
+_STAMPED_LENGTH = 64
+"""Tokens of a window with time stamps."""
 
 
-def save_whisper(directory: Path, *, multilingual: bool = True, **generation: Any) -> Path:
+def save_whisper(
+    directory: Path, *, multilingual: bool = True, time_stamps: bool = False, **generation: Any
+) -> Path:
     """Write the model, its feature extractor, tokenizer and generation_config.json.
 
     Args:
         directory: where to write.
         multilingual: with languages and tasks; else English only.
+        time_stamps: with tokens of time stamps, one of which follows some words of a text.
         generation: fields of generation_config.json in place of the usual ones; None removes one.
     """
     import torch
     import transformers
 
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer = _tokenizer(directory, multilingual=multilingual)
+    tokenizer = save_tokenizer(directory, multilingual=multilingual, time_stamps=time_stamps)
     transformers.WhisperFeatureExtractor(feature_size=8).save_pretrained(directory)
     ids = tokenizer.get_vocab()
     config = transformers.WhisperConfig(
@@ -41,7 +47,7 @@ def save_whisper(directory: Path, *, multilingual: bool = True, **generation: An
         encoder_ffn_dim=32,
         decoder_ffn_dim=32,
         num_mel_bins=8,
-        max_target_positions=40,
+        max_target_positions=_STAMPED_LENGTH if time_stamps else 40,
         vocab_size=len(tokenizer),
         pad_token_id=ids[_END],
         bos_token_id=ids[_END],
@@ -52,14 +58,18 @@ def save_whisper(directory: Path, *, multilingual: bool = True, **generation: An
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         model = transformers.WhisperForConditionalGeneration(config).eval()
+        if time_stamps:
+            _balance(model, ids)
         model.save_pretrained(directory)
     values = {
-        "max_length": 40,
+        "max_length": config.max_target_positions,
         "is_multilingual": multilingual,
         "no_timestamps_token_id": ids["<|notimestamps|>"],
         "suppress_tokens": [ids["a"], ids["e"], ids[_START]],
         "begin_suppress_tokens": [ids["Ġ"], ids[_END]],
     }
+    if time_stamps:
+        values["max_initial_timestamp_index"] = 50
     if multilingual:
         values["lang_to_id"] = {f"<|{code}|>": ids[f"<|{code}|>"] for code in LANGUAGES}
         values["task_to_id"] = {task: ids[f"<|{task}|>"] for task in _TASKS}
@@ -70,10 +80,26 @@ def save_whisper(directory: Path, *, multilingual: bool = True, **generation: An
     return directory
 
 
-def _tokenizer(directory: Path, *, multilingual: bool) -> Any:
+def _balance(model: Any, ids: dict[str, int]) -> None:
+    """Make time stamps, of which there are many more than words, and ends as rare as in use."""
+    import torch
+
+    decoder, stamps = model.model.decoder, ids["<|notimestamps|>"] + 1
+    with torch.no_grad():
+        # All states have a part in this direction, so that it makes tokens more or less probable.
+        direction = torch.nn.functional.normalize(torch.randn(32), dim=0)
+        decoder.layer_norm.bias += direction
+        table = decoder.embed_tokens.weight
+        table -= (table @ direction)[:, None] * direction
+        table[stamps:] *= 0.4
+        table[stamps:] -= 5.0 * direction
+        table[ids[_END]] += 2.0 * direction
+
+
+def save_tokenizer(directory: Path, *, multilingual: bool = True, time_stamps: bool = False) -> Any:
     """Save a byte-level BPE with Whisper's special tokens behind it, in their order."""
     import transformers
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
 
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -91,5 +117,8 @@ def _tokenizer(directory: Path, *, multilingual: bool) -> Any:
     if multilingual:
         specials[1:1] = [*(f"<|{code}|>" for code in LANGUAGES), *(f"<|{t}|>" for t in _TASKS)]
     tokenizer.add_special_tokens({"additional_special_tokens": specials})
+    if time_stamps:
+        stamps = [AddedToken(f"<|{index / 50:.2f}|>", special=False) for index in range(1501)]
+        tokenizer.add_tokens(stamps)
     tokenizer.save_pretrained(directory)
     return tokenizer

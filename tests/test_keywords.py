@@ -56,9 +56,15 @@ from typing import Literal, TypedDict
 INPUT_KEYWORDS = {
     "source_language": (str, "Language of the texts, for translation models."),
     "target_language": (str, "Language to translate to."),
-    "prompt": (str, "Beginning of each text about an image; no part of the result."),
+    "prompt": (str, "Beginning of a text about an image; or what was said before the speech."),
     "language": (str, "Language of the speech."),
     "task": (Literal["transcribe", "translate"], "What is done with speech."),
+    "return_timestamps": (bool, "Return the time of each segment of speech."),
+    "chunk_length_s": (float, "Seconds of the chunks that speech is cut into; 0 for none."),
+    "stride_length_s": (
+        float | tuple[float, float],
+        "Seconds of a chunk that overlap with the one before, and with the next one.",
+    ),
 }
 """Options of `generate` that are about its inputs; which ones there are depends on the model."""
 
@@ -168,7 +174,7 @@ def test_generation_takes_its_options_and_those_of_every_kind_of_inputs():
         options = inspect.signature(method).parameters["options"]
         assert options.annotation == "Unpack[GenerationKeywords]"
     arguments = {name for kind in GenerationInputs.__subclasses__() for name in kind.arguments}
-    assert set(INPUT_KEYWORDS) == arguments - {"return_timestamps"}, "which is always refused"
+    assert set(INPUT_KEYWORDS) == arguments
 
 
 if __name__ == "__main__":

@@ -34,7 +34,8 @@ class OutputColumns:
 
     schema: Any
     """`pyarrow.Schema`: the kept columns, those of the prediction, and `error`."""
-    task: type[Task]
+    result_type: Any
+    """The type of the task's results."""
     predicted: tuple[str, ...]
     """Names of the prediction's columns and of `error`."""
 
@@ -65,11 +66,12 @@ class OutputColumns:
         """
         import pyarrow as pa
 
-        columns = arrow_fields(task.result_type, items=options.max_items, dim=dim)
+        result_type = task.result_type_for(options)
+        columns = arrow_fields(result_type, items=options.max_items, dim=dim)
         columns.append(pa.field(ERROR, pa.string()))
         names = tuple(_output_name(field.name, input_names, prefix) for field in columns)
         fields = [field.with_name(name) for field, name in zip(columns, names, strict=True)]
-        return cls(pa.schema([*kept, *fields], metadata=kept.metadata), task, names)
+        return cls(pa.schema([*kept, *fields], metadata=kept.metadata), result_type, names)
 
     def batch(self, kept: Any, answers: RowValues, errors: Mapping[int, str]) -> Any:
         """Return a `pyarrow.RecordBatch` of the schema.
@@ -87,7 +89,7 @@ class OutputColumns:
         if isinstance(answers, np.ndarray):
             arrays = [to_arrow(answers, field.type) for field in fields[:-1]]
         else:
-            rows = arrow_rows(self.task.result_type, answers)
+            rows = arrow_rows(self.result_type, answers)
             arrays = [
                 to_arrow([row[index] for row in rows], field.type)
                 for index, field in enumerate(fields[:-1])

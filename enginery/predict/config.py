@@ -73,6 +73,12 @@ class PredictConfig:
     """Maximum number of tokens of an answer in question answering, 1 to 512."""
     allow_no_answer: bool = False
     """Allow "no answer" as a result of question answering, as an empty text."""
+    return_timestamps: Literal["", "char", "word"] = ""
+    """Add the column `chunks` to transcriptions of CTC models, with the time of each letter or
+    word."""
+    chunk_length_s: float = 0.0
+    """Seconds of the chunks that audio is cut into before a CTC model transcribes it, which bounds
+    the memory of long recordings; 0 for none."""
     generation: tuple[str, ...] = ()
     """An option of generation, `max_new_tokens=64`, `num_beams=4` or `target_language=fr`; repeat
     it for several. The model's generation_config.json has the others."""
@@ -132,6 +138,7 @@ class PredictConfig:
             "top_k": 0,
             "dimensions": 0,
             "max_answer_tokens": 1,
+            "chunk_length_s": 0,
             "workers": 0,
             "window": 1,
             "batch_tokens": 0,

@@ -15,6 +15,7 @@ from enginery.core.options import read_assignments
 from enginery.predict.config import PredictConfig
 from enginery.predict.report import WindowStats
 from enginery.runtime.tasks.generate import GenerateOptions, Generation
+from enginery.runtime.tasks.task import ModelInputs
 from enginery.runtime.tasks.text_generator import TextGenerator
 
 
@@ -60,7 +61,8 @@ class GenerationRunner(Closeable):
         order = sorted(range(len(inputs)), key=lambda index: length(inputs[index]))
         rows = self.task.read_rows([inputs[index] for index in order], self._options)
         results: list[list[Generation]] = [[] for _ in inputs]
-        texts = self._generator.run_stream(rows, batch_rows=self._batch_rows)
+        outputs = self._generator.run_stream(rows, batch_rows=self._batch_rows)
+        texts = self.task.postprocess(ModelInputs([]), outputs, self._options)
         for index, generations in zip(order, texts, strict=True):
             results[index] = generations
             stats.tokens += sum(len(generation.tokens) for generation in generations)

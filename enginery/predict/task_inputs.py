@@ -45,6 +45,8 @@ _TASK_OPTIONS = {
     "prompt_name": "prompt_name",
     "max_tokens": "max_answer_tokens",
     "allow_none": "allow_no_answer",
+    "return_timestamps": "return_timestamps",
+    "chunk_length_s": "chunk_length_s",
 }
 """Option of a task -> option of predict."""
 
@@ -92,6 +94,13 @@ def read_options(task: type[Task], config: PredictConfig) -> TaskOptions:
         OptionError: the task does not accept a value, or does not take pairs.
     """
     if issubclass(task, Generate):
+        for option in ("return_timestamps", "chunk_length_s"):
+            if value := getattr(config, option):
+                raise OptionError(
+                    f"option '{option}' is '{value}', but the model generates text.",
+                    do=f"It is for CTC models. Whisper's is --generation {option}=…",
+                    option=option,
+                )
         return read_generation_options(config)
     if config.pair_column and "text_pair" not in [field.name for field in task.inputs]:
         raise OptionError(
@@ -109,6 +118,8 @@ def read_options(task: type[Task], config: PredictConfig) -> TaskOptions:
     for option, purpose in (
         ("candidate_labels", "classify texts or images"),
         ("dimensions", "embed"),
+        ("return_timestamps", "transcribe with CTC"),
+        ("chunk_length_s", "transcribe with CTC"),
     ):
         if getattr(config, option) and option not in task.Options.model_fields:
             raise OptionError(
@@ -123,8 +134,8 @@ def read_options(task: type[Task], config: PredictConfig) -> TaskOptions:
     }
     # Options of a task have the types of JSON, and null for all dimensions and the model's labels.
     values = {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
-    empty = ("dimensions", "candidate_labels", "hypothesis_template")
-    values |= {name: values.get(name) or None for name in empty}
+    absent = ("dimensions", "candidate_labels", "hypothesis_template", "return_timestamps")
+    values |= {name: values.get(name) or None for name in absent}
     if values.get("threshold") == PredictConfig.threshold:
         del values["threshold"]
     try:

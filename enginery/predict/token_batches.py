@@ -196,8 +196,9 @@ class WindowRunner:
                 truncated += row.truncated
                 return row
 
-            rows = map(counted, self.task.read_rows(inputs, self.options))
-            results = self.batches.answer_stream(rows, self.options)
+            work = ModelInputs([])
+            rows = map(counted, self.task.read_rows(inputs, self.options, work))
+            results = self.batches.answer_stream(rows, self.options, work)
             stats.truncated += truncated
             return results
         stream = self._stream()

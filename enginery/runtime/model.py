@@ -17,7 +17,7 @@ from contextlib import closing
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +51,7 @@ from enginery.runtime.tasks.tag import Aggregation, TokenSpan
 from enginery.runtime.tasks.task import (
     InputLimits,
     MediaTask,
+    ModelInputs,
     Row,
     RowValues,
     Task,
@@ -161,7 +162,9 @@ class Model(Closeable):
         task = cast("Task", batches.task)
         read = task.Options.read(options)
         if isinstance(task, MediaTask):  # rows are large: do not hold all of them in memory
-            return batches.answer_stream(map(self._count, task.read_rows(inputs, read)), read)
+            media = ModelInputs([])
+            rows = map(self._count, task.read_rows(inputs, read, media))
+            return batches.answer_stream(rows, read, media)
         if self._on_gpu and isinstance(inputs, list | tuple) and len(inputs) > _FIRST_WINDOW:
             return self._run_windows(batches, inputs, read)
         work = task.preprocess(inputs, read)
@@ -476,13 +479,31 @@ class Model(Closeable):
         )
         return classifications
 
-    def transcribe(self, audio: Sequence[AudioInput]) -> list[Transcription]:
+    def transcribe(
+        self,
+        audio: Sequence[AudioInput],
+        *,
+        return_timestamps: Literal["char", "word"] | None = None,
+        chunk_length_s: float | None = None,
+        stride_length_s: float | None = None,
+    ) -> list[Transcription]:
         """Transcribe speech with a CTC model, by the most likely token of each frame.
 
         Args:
             audio: paths, contents of files, or pairs (samples, sampling rate in Hz).
+            return_timestamps: adds `chunks` to the results, the time of each letter or word.
+            chunk_length_s: seconds of the chunks that audio is cut into, which bounds the memory of
+                a long recording; None for one run.
+            stride_length_s: seconds of a chunk that overlap with the chunk before, and as many with
+                the next one; None for a sixth of a chunk.
         """
-        transcriptions: list[Transcription] = self._run_task("transcribe", audio)
+        transcriptions: list[Transcription] = self._run_task(
+            "transcribe",
+            audio,
+            return_timestamps=return_timestamps,
+            chunk_length_s=chunk_length_s,
+            stride_length_s=stride_length_s,
+        )
         return transcriptions
 
     def generate(
@@ -502,16 +523,21 @@ class Model(Closeable):
             options: `max_new_tokens`, `num_beams` and others, see `GenerationOptions`; those that
                 are not given are the model's own. Of translation models also `source_language` and
                 `target_language`, of speech `language` and `task`, of images `prompt`: the
-                beginning of each text, which the result leaves out.
+                beginning of each text, which the result leaves out. Speech of any length is
+                transcribed in windows: `return_timestamps`, `chunk_length_s`, `stride_length_s` and
+                `prompt` are about them.
 
         Returns:
-            `num_return_sequences` results for each input, in order.
+            `num_return_sequences` results for each input, in order; with `return_timestamps` those
+            are `TimedGeneration`s.
         """
         generator = self._generator("generate")
         if batch_size < 1:
             raise InputError(f"batch_size is {batch_size}, expected 1 or more.")
-        rows = generator.task.read_rows(inputs, GenerateOptions.read(options))
-        texts = generator.run_stream(rows, batch_rows=batch_size)
+        read = GenerateOptions.read(options)
+        rows = generator.task.read_rows(inputs, read)
+        outputs = generator.run_stream(rows, batch_rows=batch_size)
+        texts = generator.task.postprocess(ModelInputs([]), outputs, read)
         return [generation for generations in texts for generation in generations]
 
     def stream(
@@ -527,7 +553,8 @@ class Model(Closeable):
             options: see `generate`; with beam search the whole text is one piece.
         """
         generator = self._generator("stream")
-        (row,) = generator.task.preprocess([text], GenerateOptions.read(options)).rows
+        read = GenerateOptions.read(options)
+        (row,) = generator.task.preprocess([text], read, streams=True).rows
         return generator.stream(row)
 
     def chat(
@@ -544,7 +571,8 @@ class Model(Closeable):
         """
         row = self._chat_row("chat", messages, options)
         ((generation,),) = self._generator("chat").run_stream([row])
-        return generation
+        answer: Generation = generation
+        return answer
 
     def stream_chat(
         self, messages: Sequence[Message], **options: Unpack[GenerationKeywords]

@@ -36,6 +36,7 @@ from enginery.serve.api import (
     openai,
     plain,
     rerank,
+    speech,
     tei,
 )
 from enginery.serve.api.endpoints import Endpoint
@@ -78,6 +79,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     *openai.routes.endpoints,
     *rerank.routes.endpoints,
     *completions.routes.endpoints,
+    *speech.routes.endpoints,
     *plain.routes.endpoints,
     *images.routes.endpoints,
     *generate.routes.endpoints,

@@ -90,8 +90,11 @@ class ServeConfig:
     """Maximum number of pixels of an image, 8K by default. It bounds memory: a file of some
     kilobytes can decode to gigabytes."""
     max_seconds: float = 60.0
-    """Maximum duration of audio, in seconds. It bounds memory, which grows with the square of the
-    duration in models that take audio of any length."""
+    """Maximum duration of audio that runs in one piece, in seconds. It bounds memory, which grows
+    with the square of the duration in models that take audio of any length."""
+    max_speech_seconds: float = 1800.0
+    """Maximum duration of speech that runs in windows, in seconds: of Whisper, and of CTC models
+    with `chunk_length_s`. A second takes up to 100 kB while it waits or runs."""
     truncate: bool = True
     """Truncate texts that are longer than the model takes, unless the request sets its own
     option."""
@@ -156,6 +159,7 @@ def check_options(config: ServeConfig) -> None:
         ("max_wait", 0),
         ("max_pixels", 1),
         ("max_seconds", 0.01),
+        ("max_speech_seconds", 0.01),
         ("grace", 0),
         ("drain_delay", 0),
         ("stuck_after", 0.1),

@@ -29,7 +29,7 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError, EngineryError, InputError, ShapeError
 from enginery.core.model.feeds import Feeds
-from enginery.core.model.files import read_logit_score
+from enginery.core.model.files import ModelConfig, read_logit_score
 from enginery.core.model.onnx_structure import RANDOM_OPS, read_structure
 from enginery.core.precision import roundoff
 from enginery.core.tolerance import QuantizedTolerance, Tolerance
@@ -55,6 +55,7 @@ from enginery.runtime.sample_inputs import (
     takes_texts,
 )
 from enginery.runtime.tasks import is_generating, manifest_task, manifest_tasks
+from enginery.runtime.tasks.audio import Transcribe
 from enginery.runtime.tasks.batch_runner import BatchRunner
 from enginery.runtime.tasks.results import to_plain
 from enginery.runtime.tasks.task import Row, Task, UnreadableOutputsError
@@ -101,6 +102,8 @@ _MASKED = ("The engine is {mask}.", "Le {mask} est fermé le lundi, mais le {mas
 _IMAGES = 2
 _SECONDS = (1.0, 0.5)
 """Of sounds; encoders of speech have a position for 20 ms, tiny ones for each few samples."""
+_CHUNK_SECONDS = 0.6
+"""Length of the chunks that CTC models transcribe: the longer sound is cut, the other is not."""
 _RATE = 16_000
 """Hertz of sounds for a model whose feature extractor cannot be read."""
 
@@ -376,11 +379,13 @@ def _raw_inputs(artifact: Artifact, record: GraphRecord, kind: str) -> list[RawI
             samples[: int(seconds * rate)]
             for (samples, _), seconds in zip(voices, _SECONDS, strict=True)
         ]
+        has_chunks = kind == "transcribe" and ModelConfig.read(artifact.path).merged().audio_stride
+        chunks = {"chunk_length_s": _CHUNK_SECONDS} if has_chunks else {}
         return [
             RawInput(
                 f"sound of {len(samples) / rate:g} s",
                 (samples, rate),
-                {"raw": samples, "sampling_rate": rate},
+                {"raw": samples, "sampling_rate": rate, **chunks},
             )
             for samples in sounds
         ]
@@ -453,7 +458,10 @@ class _TaskSide:
     def __call__(self, values: Sequence[Any]) -> list[Any]:
         """Answer inputs in one batch, if they can share one."""
         task = self.task
-        options = task.Options.read(_OPTIONS.get(task.verb, {}))
+        chosen = dict(_OPTIONS.get(task.verb, {}))
+        if isinstance(task, Transcribe) and task.config.audio_stride:
+            chosen["chunk_length_s"] = _CHUNK_SECONDS
+        options = task.Options.read(chosen)
         work = task.preprocess(self._with_masks(values), options)
         outputs: list[Any] = [None] * len(work.rows)
         for indices in self._plan(work.rows):

@@ -552,6 +552,12 @@ def _prepare(
 ) -> GenerationRow:
     """Return a prepared input, with the first of the tokens that its prompt may have."""
     row = next(iter(inputs.rows([item], options, **target)))
+    if row.part is not None:
+        raise InputError(
+            f"{row.part.recording.name} is longer than the {row.part.recording.shape.seconds:g} "
+            "seconds of a window.",
+            do="Validate on shorter audio.",
+        )
     return replace(row, rest=tuple(choices[:1] for choices in row.rest))
 
 

@@ -11,6 +11,7 @@ images at sizes that fit into memory, whatever a file says.
 
 from __future__ import annotations
 
+import math
 import re
 import reprlib
 from collections.abc import Callable, Mapping
@@ -246,6 +247,11 @@ class ModelPart(_Values):
     def audio_samples(self) -> int:
         """Samples that a convolutional audio encoder needs for eight frames; 1 for other models."""
         return self._samples_of(_AUDIO_FRAMES)
+
+    @property
+    def audio_stride(self) -> int:
+        """Samples from a frame of a convolutional audio encoder to the next; 0 for others."""
+        return math.prod(self.conv_stride) if self.conv_stride else 0
 
     @property
     def audio_frame_samples(self) -> int:

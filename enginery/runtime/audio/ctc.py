@@ -72,6 +72,15 @@ class WordPieceDecoder:
 
 
 @dataclass(frozen=True)
+class FrameSpan:
+    """A text in a half-open range of frames."""
+
+    text: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
 class CtcDecoder:
     """The vocabulary of a CTC model, and how its tokens become text."""
 
@@ -128,15 +137,33 @@ class CtcDecoder:
             clean_up=settings.clean_up_tokenization_spaces,
         )
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of the most likely token of each frame."""
+    def letters(self, ids: Iterable[int]) -> list[FrameSpan]:
+        """Return the letters of the most likely token of each frame, and where they are."""
         tokens = (self.tokens.get(int(token_id), self.unknown) for token_id in ids)
+        spans, start = [], 0
         # Repeats are joined before blanks are dropped, so that a blank between two equal letters
         # keeps both.
-        letters = [token for token, _ in groupby(tokens) if token != self.blank]
-        text = "".join(
-            self.space if letter == self.delimiter else letter for letter in letters
-        ).strip()
+        for token, repeats in groupby(tokens):
+            end = start + sum(1 for _ in repeats)
+            if token != self.blank:
+                letter = self.space if token == self.delimiter else token
+                spans.append(FrameSpan(letter, start, end))
+            start = end
+        return spans
+
+    def words(self, letters: Iterable[FrameSpan]) -> list[FrameSpan]:
+        """Return the words of letters, without the spaces between them."""
+        words = []
+        for is_space, group in groupby(letters, lambda letter: letter.text == self.space):
+            if not is_space:
+                word = list(group)
+                text = "".join(letter.text for letter in word)
+                words.append(FrameSpan(text, word[0].start, word[-1].end))
+        return words
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of the most likely token of each frame."""
+        text = "".join(letter.text for letter in self.letters(ids)).strip()
         text = text.lower() if self.lowercase else text
         return clean_up_tokenization(text) if self.clean_up else text
 

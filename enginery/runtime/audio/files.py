@@ -44,7 +44,18 @@ _BLOCK_SAMPLES = 2**18
 def load_audio(
     source: Any, sampling_rate: int, *, name: str = "audio", max_seconds: float = 0
 ) -> NDArray[np.float32]:
-    """Load audio as mono samples.
+    """Load audio as mono samples; see `audio_blocks` for the arguments and errors.
+
+    Returns:
+        float32 (samples,). Integers are scaled to [-1, 1); floats are taken as they are.
+    """
+    return _join(audio_blocks(source, sampling_rate, name=name, max_seconds=max_seconds))
+
+
+def audio_blocks(
+    source: Any, sampling_rate: int, *, name: str = "audio", max_seconds: float = 0
+) -> Iterator[NDArray[np.float32]]:
+    """Yield consecutive mono samples, float32 (samples,) each; those of a file as it is decoded.
 
     Args:
         source: a path, the contents of a file, or samples with their sampling rate: a pair
@@ -55,9 +66,6 @@ def load_audio(
         name: what error messages call the audio, such as `audio 3`.
         max_seconds: maximum duration; 0 for `MAX_SECONDS`.
 
-    Returns:
-        float32 (samples,). Integers are scaled to [-1, 1); floats are taken as they are.
-
     Raises:
         InputError: the file is missing, damaged or of another format, the audio is empty or longer
             than `max_seconds`, it has too many channels or an unusual sampling rate, or a sample is
@@ -66,19 +74,22 @@ def load_audio(
     """
     limit = max_seconds or MAX_SECONDS
     if isinstance(source, str | Path):
-        samples = _from_file(Path(source), sampling_rate, name, limit)
+        blocks = _from_file(Path(source), sampling_rate, name, limit)
         name = f"{name} ({source})"
     elif isinstance(source, bytes):
-        samples = _decode(BytesIO(source), len(source), sampling_rate, name, limit)
+        blocks = _decode(BytesIO(source), len(source), sampling_rate, name, limit)
     else:
         array, rate = _array_and_rate(source, name)
         _check_rate(rate, name)
-        samples = resample(_from_array(array, rate, name, limit), rate, sampling_rate)
-    if not samples.size:
+        blocks = _resampled(iter([_from_array(array, rate, name, limit)]), rate, sampling_rate)
+    is_empty = True
+    for block in blocks:
+        if not np.isfinite(block).all():
+            raise InputError(f"{name} has samples that are NaN or infinite.")
+        is_empty = is_empty and not block.size
+        yield block
+    if is_empty:
         raise InputError(f"{name} has no samples.")
-    if not np.isfinite(samples).all():
-        raise InputError(f"{name} has samples that are NaN or infinite.")
-    return samples
 
 
 def resample(samples: NDArray[np.float32], rate: int, target: int) -> NDArray[np.float32]:
@@ -92,13 +103,15 @@ def resample(samples: NDArray[np.float32], rate: int, target: int) -> NDArray[np
     return _join(_resampled(iter([samples]), rate, target))
 
 
-def _from_file(path: Path, sampling_rate: int, name: str, limit: float) -> NDArray[np.float32]:
+def _from_file(
+    path: Path, sampling_rate: int, name: str, limit: float
+) -> Iterator[NDArray[np.float32]]:
     if path.exists() and not path.is_file():  # opening a named pipe would block
         raise InputError(f"{name}: {path} is not a regular file.")
     try:
         with path.open("rb") as file:
             size = path.stat().st_size
-            return _decode(file, size, sampling_rate, f"{name} ({path})", limit)
+            yield from _decode(file, size, sampling_rate, f"{name} ({path})", limit)
     except FileNotFoundError:
         raise InputError(f"{name}: file {path} does not exist.") from None
     except OSError as error:
@@ -107,7 +120,7 @@ def _from_file(path: Path, sampling_rate: int, name: str, limit: float) -> NDArr
 
 def _decode(
     file: BinaryIO, size: int, sampling_rate: int, name: str, limit: float
-) -> NDArray[np.float32]:
+) -> Iterator[NDArray[np.float32]]:
     if size > MAX_BYTES:
         raise InputError(f"{name} has {size:,} bytes, expected at most {MAX_BYTES:,}.")
     # The first bytes decide, before libsndfile looks at the file: it has rarely tested parsers for
@@ -134,7 +147,7 @@ def _decode(
                 )
             _check_seconds(opened.frames / opened.samplerate, name, limit)
             blocks = _blocks(opened, name)
-            return _join(_resampled(blocks, opened.samplerate, sampling_rate))
+            yield from _resampled(blocks, opened.samplerate, sampling_rate)
     except soundfile.LibsndfileError as error:
         raise InputError(f"{name} is not a complete audio file: {error.error_string}") from error
 

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 
 from enginery.core.errors import ArtifactError, InputError, nearest
 from enginery.core.model.files import MAX_FRAMES, FeatureExtractorConfig, ModelConfig
-from enginery.runtime.audio.files import load_audio
+from enginery.runtime.audio.files import audio_blocks, load_audio
 
-__all__ = ["AudioProcessor", "load_audio"]
+__all__ = ["AudioProcessor", "WhisperSpectrogram", "audio_blocks", "load_audio"]
 
 Waveform = NDArray[np.float32]
 
@@ -231,30 +231,41 @@ class AudioProcessor:
         return self._speech2text(checked)
 
     def _whisper(self, waveforms: Sequence[Waveform]) -> NDArray[np.float32]:
-        settings = self.settings
-        rate, bins, n_fft = self.sampling_rate, settings["feature_size"], settings["n_fft"]
+        frames = _whisper_frames(self.settings)
+        features = np.empty((len(waveforms), self.settings["feature_size"], frames), np.float32)
+        for row, waveform in zip(features, waveforms, strict=True):
+            row[:] = self.window_spectrogram(waveform).window(0, frames)
+        return features
+
+    def window_spectrogram(self, waveform: Waveform) -> WhisperSpectrogram:
+        """Return Whisper's features of one window, to which audio is padded or truncated."""
         samples = self.fixed_samples
+        return self.spectrogram(iter([self._pad(waveform[:samples], samples)]))
+
+    def spectrogram(self, blocks: Iterator[Waveform]) -> WhisperSpectrogram:
+        """Return Whisper's features of audio of any length, of which no more than a block is held.
+
+        Args:
+            blocks: consecutive samples, as `audio_blocks` yields them; at least half of `n_fft`
+                samples and one.
+        """
+        settings = self.settings
+        bins, n_fft, hop = settings["feature_size"], settings["n_fft"], settings["hop_length"]
         # torch.stft's periodic Hann window: a symmetric one with one more sample, less its last.
         window = np.hanning(n_fft + 1)[:-1]
-        filters = _whisper_filters(bins, n_fft, rate)
-        frames = _whisper_frames(settings)
-        features = np.empty((len(waveforms), bins, frames), np.float32)
-        for row, waveform in zip(features, waveforms, strict=True):
-            chunk = self._pad(waveform[:samples], samples)
-            if settings["dither"]:
-                # Always the same noise, so that the same audio gives the same result.
-                noise = np.random.default_rng(0).standard_normal(samples)
-                chunk = chunk + settings["dither"] * noise
-            # Frames are centred on their samples: half a frame of mirrored samples is added at both
-            # ends, as by torch.stft with `center=True`.
-            padded = np.pad(chunk, n_fft // 2, mode="reflect").astype(np.float64)
-            windows = sliding_window_view(padded, n_fft)[:: settings["hop_length"]][:frames]
-            mels = _mel_energies(_blocks(windows), window, n_fft, filters, _WHISPER_FLOOR)
-            # (bins, frames); the chunk's loudest value sets the floor of all.
-            log = np.log10(mels).astype(np.float32).T
-            log = np.maximum(log, log.max() - np.float32(_WHISPER_RANGE))
-            row[:] = (log + np.float32(4)) / np.float32(4)
-        return features
+        filters = _whisper_filters(bins, n_fft, self.sampling_rate)
+        spectrogram = WhisperSpectrogram(bins)
+        for frames in _centred_frames(self._dithered(blocks), n_fft, hop):
+            mels = _mel_energies(_blocks(frames), window, n_fft, filters, _WHISPER_FLOOR)
+            spectrogram.append(np.log10(mels).astype(np.float32))
+        return spectrogram
+
+    def _dithered(self, blocks: Iterator[Waveform]) -> Iterator[NDArray[np.float64]]:
+        # Always the same noise, so that the same audio gives the same result.
+        generator, dither = np.random.default_rng(0), self.settings["dither"]
+        for block in blocks:
+            samples = block.astype(np.float64)
+            yield samples + dither * generator.standard_normal(len(block)) if dither else samples
 
     def _wav2vec2(self, waveforms: Sequence[Waveform]) -> dict[str, NDArray[Any]]:
         settings = self.settings
@@ -348,6 +359,41 @@ class AudioProcessor:
         missing = samples - waveform.size
         sides = (missing, 0) if self.settings["padding_side"] == "left" else (0, missing)
         return np.pad(waveform, sides, constant_values=self.settings["padding_value"])
+
+
+class WhisperSpectrogram:
+    """The features of one recording: 100 frames a second, 32 kB of 80 mel bins.
+
+    The loudest value of all sets the floor of each window, so all frames are computed first.
+    """
+
+    def __init__(self, bins: int) -> None:
+        self.frames = 0
+        """Number of frames, without the last one, which transformers drops."""
+        self.bins = bins
+        self._blocks: list[NDArray[np.float32]] = []
+        """(frames, bins) each."""
+        self._loudest = -np.inf
+
+    def append(self, log: NDArray[np.float32]) -> None:
+        """Add decimal logarithms of energies, (frames, bins)."""
+        if len(log):
+            self._blocks.append(log)
+            self.frames += len(log)
+            self._loudest = max(self._loudest, float(log.max()))
+
+    def window(self, start: int, frames: int) -> NDArray[np.float32]:
+        """Return the features of consecutive frames, 0 behind the last one: (bins, frames)."""
+        features = np.zeros((frames, self.bins), np.float32)
+        first = 0
+        for block in self._blocks:
+            log = block[max(start - first, 0) : max(start + frames - first, 0)]
+            target = features[max(first - start, 0) :][: len(log)]
+            np.maximum(log, np.float32(self._loudest) - np.float32(_WHISPER_RANGE), out=target)
+            target += np.float32(4)
+            target /= np.float32(4)
+            first += len(block)
+        return np.ascontiguousarray(features.T)
 
 
 def mel_filters(
@@ -455,6 +501,30 @@ def _mel_energies(
         np.abs(np.fft.rfft(block * window, n_fft, axis=1)) ** 2 @ filters for block in blocks
     ]
     return np.maximum(np.concatenate(energies), floor)
+
+
+def _centred_frames(
+    blocks: Iterator[NDArray[np.float64]], length: int, hop: int
+) -> Iterator[NDArray[np.float64]]:
+    """Yield the frames of consecutive samples but for the last frame, (frames, length) each.
+
+    Frames are centred on their samples: half a frame of mirrored samples is added at both ends, as
+    by torch.stft with `center=True`.
+    """
+    half, samples, is_first = length // 2, np.empty(0), True
+    for block in blocks:
+        samples = np.concatenate([samples, block])
+        if is_first and len(samples) <= half:
+            continue
+        if is_first:
+            samples, is_first = np.concatenate([samples[half:0:-1], samples]), False
+        # What the end is mirrored from stays, with the start of the next frame.
+        count = max((len(samples) - half - 1 - length) // hop + 1, 0)
+        if count:
+            yield sliding_window_view(samples, length)[::hop][:count]
+            samples = samples[count * hop :]
+    samples = np.concatenate([samples, samples[-2 : -half - 2 : -1]])
+    yield sliding_window_view(samples, length)[::hop][:-1]
 
 
 def _blocks(frames: NDArray[Any]) -> Iterator[NDArray[Any]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,10 +25,18 @@ from enginery.core.errors import ArtifactError, InputError
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import TensorSpec
-from enginery.runtime.audio.processor import AudioProcessor, load_audio
+from enginery.runtime.audio.processor import AudioProcessor, audio_blocks
+from enginery.runtime.audio.transcript import TranscriptDecoder
 from enginery.runtime.decoder_graphs import DecoderGraphs
-from enginery.runtime.generation.options import FILE, GenerationOptions
-from enginery.runtime.generation.whisper import WhisperPrompts
+from enginery.runtime.generation.options import FILE, MAX_TOKEN_ID, GenerationOptions
+from enginery.runtime.generation.recording import (
+    Recording,
+    RecordingPart,
+    SpeechOptions,
+    WindowShape,
+)
+from enginery.runtime.generation.time_stamps import TimeStamps
+from enginery.runtime.generation.whisper import Places, WhisperPrompts
 from enginery.runtime.image.files import load_image
 from enginery.runtime.image.processor import ImageProcessor
 from enginery.runtime.text.tokenizer import TextTokenizer, check_texts
@@ -38,6 +47,9 @@ Feeds = Mapping[str, NDArray[Any]]
 _OF_TEXTS = {"input_ids", "attention_mask"}
 _OF_IMAGES = {"pixel_values"}
 _OF_SOUNDS = {"input_features"}
+
+_PREVIOUS = "<|startofprev|>"
+"""Whisper's token in front of what was said before."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +63,20 @@ class GenerationRow:
     rest: tuple[tuple[int, ...], ...] = ()
     """The tokens of each further place of the prompt; the decoder chooses where there are several.
     Rows of one batch may differ in it."""
+    part: RecordingPart | None = None
+    """What of a recording the row is a window of; None for other inputs."""
 
     @property
     def prompt_length(self) -> int:
         """Number of tokens before the first new one."""
         return len(self.prompt) + len(self.rest)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of what is stacked for the encoder, but not padded as texts are."""
+        if self.part is not None:
+            return (self.part.shape,)
+        return tuple(array.shape for name, array in self.arrays.items() if name != "input_ids")
 
 
 class GenerationInputs(ABC):
@@ -63,12 +84,16 @@ class GenerationInputs(ABC):
 
     arguments: ClassVar[tuple[str, ...]] = ()
     """Names of the arguments of `generate` that are about the inputs."""
+    argument_types: ClassVar[Mapping[str, str]] = {}
+    """JSON type of each of them that is no string."""
     hidden: range = range(0)
     """Token ids that are removed from the results, such as time stamps."""
     truncates: bool = False
     """Cut texts that are too long for an encoder, before their last token, in place of an error."""
     max_pixels: int = 0
     """Largest number of pixels of an image file; 0 for Pillow's own limit."""
+    max_seconds: float = 0.0
+    """Largest duration of speech; 0 for the limit of `audio_blocks`."""
 
     def implied(self, **_own: Any) -> dict[str, Any]:
         """Return the options of generation that follow from the inputs' own arguments.
@@ -279,12 +304,43 @@ class SourceImages(GenerationInputs):
 class SourceSounds(GenerationInputs):
     """Speech that is transcribed or translated by Whisper."""
 
-    arguments = ("language", "task", "return_timestamps")
+    arguments = (
+        "language",
+        "task",
+        "prompt",
+        "return_timestamps",
+        "chunk_length_s",
+        "stride_length_s",
+    )
+    argument_types: ClassVar[Mapping[str, str]] = {
+        "return_timestamps": "boolean",
+        "chunk_length_s": "number",
+        "stride_length_s": "number",
+    }
 
-    def __init__(self, processor: AudioProcessor, prompts: WhisperPrompts) -> None:
-        self._processor = processor
-        self._prompts = prompts
-        self.hidden = prompts.time_stamps
+    def __init__(
+        self,
+        processor: AudioProcessor,
+        prompts: WhisperPrompts,
+        tokenizer: TextTokenizer,
+        shape: WindowShape,
+        time_stamps: TimeStamps | None,
+    ) -> None:
+        """Take the processor, the tokenizer, the model's windows, and its time stamps, if any."""
+        self._processor, self._prompts, self._tokenizer = processor, prompts, tokenizer
+        self._shape, self._time_stamps = shape, time_stamps
+        self.hidden = stamps = prompts.time_stamps
+        self.transcripts = TranscriptDecoder(
+            decode=partial(tokenizer.decode, skip_special=False),
+            first_stamp=stamps.start if stamps else MAX_TOKEN_ID,
+            languages=prompts.languages,
+            specials=tokenizer.special_ids,
+            seconds_per_position=shape.seconds / shape.positions,
+            positions=shape.positions,
+        )
+        """Decodes the tokens of recordings."""
+        self.languages = prompts.languages
+        """Code of the language of each token that names one."""
 
     @override
     def rows(
@@ -293,23 +349,70 @@ class SourceSounds(GenerationInputs):
         """Compute the features of sounds; see `GenerationInputs.rows`.
 
         Args:
-            inputs: the sounds, as `load_audio` takes them.
+            inputs: the sounds, as `audio_blocks` takes them.
             options: the options of generation.
-            own: `language` and `task`, see `WhisperPrompts.after_start`.
+            own: `language` and `task`, see `WhisperPrompts.after_start`; `prompt`, what was said
+                before; and those of `SpeechOptions`.
         """
         _require_list(inputs, "sound")
-        if own.pop("return_timestamps", None):
-            raise InputError("return_timestamps is not supported.", do="Leave it out.")
-        rest = self._prompts.after_start(**own)
-        start = _start(options)
+        prompt, language, task = (own.pop(name, None) for name in ("prompt", "language", "task"))
         rate = self._processor.sampling_rate
-        longest = self._processor.fixed_samples / rate
-        for index, sound in enumerate(inputs):
-            samples = load_audio(sound, rate, name=f"audio {index}", max_seconds=longest)
-            features = self._processor([samples], first=index)
-            yield GenerationRow(
-                (start,), {name: values[0] for name, values in features.items()}, rest
+        speech = SpeechOptions.read(self._shape.seconds, rate, **own)
+        after_start = partial(self._prompts.after_start, language=language, task=task)
+        before = self._previous(prompt, after_start()) if prompt is not None else ()
+        start = _start(options)
+        if speech.return_timestamps and self._time_stamps is None:
+            raise InputError(
+                f"return_timestamps is true, but the model has no time stamps: {FILE} has no "
+                "no_timestamps_token_id, or no token follows it.",
+                do="Leave it out.",
             )
+        for index, sound in enumerate(inputs):
+            name = f"audio {index}"
+            blocks = audio_blocks(sound, rate, name=name, max_seconds=self.max_seconds)
+            recording = Recording(
+                name,
+                self._processor,
+                self._shape,
+                self._time_stamps,
+                is_bounded=self.max_seconds > 0,
+            )
+            for part in recording.read(blocks, speech):
+                places: list[tuple[int, ...]] = [(token,) for token in (*before, start)]
+                places += after_start(has_time_stamps=recording.has_time_stamps)
+                first, *rest = places
+                if recording.has_time_stamps or part.stride is not None:
+                    yield GenerationRow(first, {}, tuple(rest), part)
+                else:  # a text like others, which may also be one of several
+                    arrays = {self._processor.input_name: part.window()}
+                    yield GenerationRow(first, arrays, tuple(rest))
+
+    def _previous(self, prompt: Any, places: Places) -> list[int]:
+        """Return the tokens of what was said before, with the one in front of it."""
+        if not isinstance(prompt, str):
+            raise InputError(f"prompt is a {type(prompt).__name__}, expected a text.")
+        before = self._tokenizer.token_id(_PREVIOUS)
+        if before is None:
+            raise InputError(
+                f"prompt is given, but the tokenizer has no {_PREVIOUS}.", do="Leave it out."
+            )
+        if any(len(tokens) > 1 for tokens in places):
+            raise InputError(
+                "prompt is given without language, and the model detects that before any prompt.",
+                do="Set language, such as 'en'.",
+            )
+        # As `get_prompt_ids` of transformers.
+        (encoding,) = self._tokenizer.encode_untruncated([f" {prompt.strip()}"], special=False)
+        if special := next((i for i in encoding.ids if i in self.transcripts.specials), None):
+            raise InputError(f"prompt has the special token {special}, expected text alone.")
+        return [before, *encoding.ids]
+
+    @override
+    def join(self, rows: Sequence[GenerationRow]) -> Feeds | None:
+        """Stack the windows of recordings, which are cut out of their features here, and others."""
+        name = self._processor.input_name
+        windows = [row.arrays[name] if row.part is None else row.part.window() for row in rows]
+        return {name: np.stack(windows)}
 
     @override
     def probe(self) -> GenerationRow:
@@ -365,7 +468,28 @@ def open_inputs(
         return SourceImages(processor, tokenizer, keeps_start=not replaces)
     extractor = AudioProcessor.open(artifact.path)
     _require_features(artifact, graphs.encoder.inputs[0], extractor)
-    return SourceSounds(extractor, WhisperPrompts.read(artifact.path))
+    return _open_speech(artifact, extractor, tokenizer, options)
+
+
+def _open_speech(
+    artifact: Artifact,
+    extractor: AudioProcessor,
+    tokenizer: TextTokenizer,
+    options: GenerationOptions,
+) -> SourceSounds:
+    """Return how speech is prepared for a Whisper model."""
+    (frames,) = extractor([np.zeros(1, np.float32)])[extractor.input_name].shape[2:]
+    config = ModelConfig.read(artifact.path).merged()
+    positions = config.max_source_positions or frames // 2
+    shape = WindowShape(
+        frames, max(frames // positions, 1), extractor.fixed_samples / extractor.sampling_rate
+    )
+    prompts = WhisperPrompts.read(artifact.path)
+    first, time_stamps = prompts.time_stamps.start, None
+    if prompts.time_stamps and (not config.vocab_size or first < config.vocab_size):
+        ends = options.eos_token_id or (options.bos_token_id or 0,)
+        time_stamps = TimeStamps(first, ends[0], prompts.max_initial_timestamp_index)
+    return SourceSounds(extractor, prompts, tokenizer, shape, time_stamps)
 
 
 def require_prepared(encoder: GraphRecord) -> set[str]:

@@ -17,6 +17,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,7 @@ from enginery.runtime.generation.processors import (
     make_processors,
     make_warpers,
 )
+from enginery.runtime.generation.time_stamps import TimeStamps
 
 _WORST = -1e9
 """The score of beams that do not count, as in transformers."""
@@ -103,6 +105,8 @@ class Search(ABC):
     """The largest length, with the prompt."""
     stops: StopsAt | None = None
     """None if there are no stop strings."""
+    time_stamps: TimeStamps | None = None
+    """None if the sequences have none."""
 
     done: bool = field(default=False, init=False)
     error: Exception | None = field(default=None, init=False)
@@ -116,6 +120,8 @@ class Search(ABC):
         options = self.options
         self._ends = frozenset(options.eos_token_id)
         self._processors = make_processors(options, prompt=len(self.prompt), longest=self.longest)
+        if self.time_stamps is not None:  # they come last, as in transformers
+            self._processors.append(partial(self.time_stamps, begin=len(self.prompt)))
         self._warpers = make_warpers(options) if options.do_sample else []
         self._random = np.random.default_rng(
             secrets.randbits(64) if options.seed is None else options.seed
@@ -140,6 +146,11 @@ class Search(ABC):
     @abstractmethod
     def results(self) -> list[Hypothesis]:
         """Return the `num_return_sequences` results, best first."""
+
+    @property
+    def chosen(self) -> tuple[int, ...]:
+        """The tokens that `PromptedSearch` fed behind `prompt`, before the first new one."""
+        return ()
 
     @property
     def greedy(self) -> SequentialSearch | None:
@@ -495,9 +506,15 @@ class PromptedSearch(Search):
         if len(self._chosen) == len(self.rest):
             prompt = (*self.prompt, *self._chosen)
             self._search = _search_kind(self.options)(
-                prompt, self.options, self.longest, self.stops
+                prompt, self.options, self.longest, self.stops, self.time_stamps
             )
         return Move([tokens[best]], [0])
+
+    @property
+    @override
+    def chosen(self) -> tuple[int, ...]:
+        """The tokens of the places so far."""
+        return tuple(self._chosen)
 
     @property
     @override
@@ -546,6 +563,7 @@ def make_search(
     positions: int | None,
     stops: StopsAt | None = None,
     rest: Sequence[Sequence[int]] = (),
+    time_stamps: TimeStamps | None = None,
 ) -> Search:
     """Return the search of one input.
 
@@ -555,11 +573,12 @@ def make_search(
         positions: the decoder's limit; None if it has none.
         stops: tells whether generated tokens end with a stop string; None without stop strings.
         rest: what follows the prompt before the first new token, see `PromptedSearch`.
+        time_stamps: the rules of time stamps; None for sequences without.
 
     Raises:
         InputError: the prompt alone reaches the largest length.
     """
     longest = options.longest(len(prompt) + len(rest), positions)
     if rest:
-        return PromptedSearch(tuple(prompt), options, longest, stops, rest)
-    return _search_kind(options)(tuple(prompt), options, longest, stops)
+        return PromptedSearch(tuple(prompt), options, longest, stops, time_stamps, rest)
+    return _search_kind(options)(tuple(prompt), options, longest, stops, time_stamps)

@@ -11,13 +11,13 @@ from __future__ import annotations
 import difflib
 import reprlib
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from enginery.core.errors import ArtifactError, InputError, nearest
 from enginery.core.json_file import read_json
-from enginery.runtime.generation.options import FILE, TokenId, validated
+from enginery.runtime.generation.options import FILE, MAX_TOKEN_ID, TokenId, validated
 
 TASKS = ("transcribe", "translate")
 
@@ -150,7 +150,10 @@ class WhisperPrompts(BaseModel):
     """The language if none is given; empty to detect it."""
     task: str = ""
     return_timestamps: bool = False
+    max_initial_timestamp_index: Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)] | None = None
+    """The largest position of the first time stamp."""
     no_speech_threshold: float | None = None
+    condition_on_prev_tokens: bool = False
 
     @classmethod
     def read(cls, directory: Path) -> WhisperPrompts:
@@ -168,7 +171,11 @@ class WhisperPrompts(BaseModel):
             values["forced_decoder_ids"] = older.get("forced_decoder_ids")
         present = {name: value for name, value in values.items() if value is not None}
         prompts = validated(cls, present, ArtifactError, f"{file}: ")
-        for name, supported in (("return_timestamps", False), ("no_speech_threshold", None)):
+        for name, supported in (
+            ("return_timestamps", False),
+            ("no_speech_threshold", None),
+            ("condition_on_prev_tokens", False),
+        ):
             if getattr(prompts, name) != supported:
                 raise ArtifactError(
                     f"{file}: {name} is {getattr(prompts, name)!r}, which is not supported.",
@@ -189,13 +196,25 @@ class WhisperPrompts(BaseModel):
         # All tokens behind it, whatever the size of the vocabulary.
         return range(0) if last is None else range(last + 1, 2**31)
 
-    def after_start(self, *, language: str | None = None, task: str | None = None) -> Places:
+    @property
+    def languages(self) -> dict[int, str]:
+        """The code of the language of each token."""
+        return {token: name.strip("<|>") for name, token in self.lang_to_id.items()}
+
+    def after_start(
+        self,
+        *,
+        language: str | None = None,
+        task: str | None = None,
+        has_time_stamps: bool = False,
+    ) -> Places:
         """Return the prompt behind the start token.
 
         Args:
             language: a code such as `fr`, or a name such as `french`; None for the model's own, or
                 to detect it.
             task: `transcribe`, or `translate` into English; None for the model's own.
+            has_time_stamps: the text has time stamps.
 
         Raises:
             InputError: the model does not have the language or the task.
@@ -221,7 +240,10 @@ class WhisperPrompts(BaseModel):
             # As in transformers, a language alone means to transcribe.
             places.append((self._task_id("transcribe"),))
         silent = self.no_timestamps_token_id
-        if silent is not None and (not places or places[-1] != (silent,)):
+        is_silent = silent is not None and bool(places) and places[-1] == (silent,)
+        if has_time_stamps and is_silent:  # of a file that forces it
+            del places[-1]
+        elif silent is not None and not has_time_stamps and not is_silent:
             # The text is returned without time stamps, so the model must not write them.
             places.append((silent,))
         return tuple(tokens for tokens in places if tokens)

@@ -33,7 +33,8 @@ from enginery.runtime.pytorch.side_files import load_pillow_processor
 Item = Mapping[str, Any]
 """A raw input: `text`, with `text_pair` for a pair; `question` and `context`; `image`, uint8
 (height, width, channels), with `labels` to choose from; or `raw`, float32 (samples,), with
-`sampling_rate`, in hertz. `{mask}` in a text stands for the tokenizer's mask token."""
+`sampling_rate`, in hertz, and for CTC models `chunk_length_s`, the seconds of the chunks that it is
+cut into. `{mask}` in a text stands for the tokenizer's mask token."""
 Arrays = dict[str, NDArray[Any]]
 
 _LOGITS = ("logits", "start_logits", "end_logits", "logits_per_image")
@@ -251,7 +252,13 @@ class TorchAnswers:
 
     def _transcribe(self) -> Callable[[Item], RawAnswer]:
         pipeline = self._pipeline("automatic-speech-recognition", "tokenizer", "feature_extractor")
-        return lambda item: RawAnswer(pipeline(dict(item))["text"])
+
+        def transcribe(item: Item) -> RawAnswer:
+            sound, chunks = dict(item), item.get("chunk_length_s")
+            sound.pop("chunk_length_s", None)
+            return RawAnswer(pipeline(sound, chunk_length_s=chunks)["text"])
+
+        return transcribe
 
     # -- the model's outputs, and the inputs of `generate` --------------------------------------
 

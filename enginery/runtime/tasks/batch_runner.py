@@ -158,14 +158,15 @@ class BatchRunner:
                 outputs[index] = output
         return outputs
 
-    def answer_stream(self, rows: Iterable[Row], options: Any) -> Any:
+    def answer_stream(self, rows: Iterable[Row], options: Any, work: ModelInputs) -> Any:
         """Run rows of images or audio from an iterable; return the task's results in their order.
 
         Args:
             rows: the rows, of which only those of incomplete batches are in memory.
             options: options of the task.
+            work: what `MediaTask.read_rows` keeps for the results.
         """
-        finish = partial(self.task.postprocess, ModelInputs([]), options=options)
+        finish = partial(self.task.postprocess, work, options=options)
         if isinstance(self.task, MediaTask) and self.task.has_large_outputs:
             return self.run_stream(rows, finish)
         return finish(self.run_stream(rows))

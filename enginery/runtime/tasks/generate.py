@@ -6,9 +6,11 @@ of other tasks in one step each.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Any, ClassVar, Self
 
 from numpy.typing import NDArray
@@ -19,10 +21,12 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord, Manifest
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.model.files import ModelConfig
+from enginery.runtime.audio.transcript import ChunkTokens, SpeechChunk, describe_chunks
 from enginery.runtime.decoder_graphs import DecoderGraphs, find_generating
 from enginery.runtime.generation.inputs import (
     GenerationInputs,
     GenerationRow,
+    SourceSounds,
     open_inputs,
     read_positions,
     require_prepared,
@@ -32,6 +36,7 @@ from enginery.runtime.generation.options import (
     check_bound,
     read_generation_config,
 )
+from enginery.runtime.generation.recording import Recording, RecordingPart
 from enginery.runtime.generation.search import Hypothesis, Search, make_search
 from enginery.runtime.generation.stream import TextStream
 from enginery.runtime.tasks.results import Alternatives, ColumnName, Result
@@ -53,6 +58,8 @@ from enginery.runtime.text.chat_template import ChatTemplate, Message
 from enginery.runtime.text.tokenizer import TextTokenizer
 
 _PROBE_TOKENS = 2
+_TOKENS_PER_SECOND = 50
+"""What a second of a recording counts for in a queue: Whisper has a position for 20 ms."""
 _COMPARED = ("bad_words_ids", "eos_token_id", "forced_eos_token_id", "stop_strings")
 """Lists that each step compares with every text, in the thread that all requests share."""
 _FORM_OPTIONS = (
@@ -84,6 +91,18 @@ class Generation(Result):
     without."""
     prompt_tokens: Annotated[int, ColumnName("")] = 0
     """Number of tokens of the input; 1 for an image or audio."""
+
+
+@dataclass(frozen=True)
+class TimedGeneration(Generation):
+    """A text that was spoken, with the time of its parts."""
+
+    chunks: tuple[SpeechChunk, ...] = ()
+    """The parts; their texts together are `text`."""
+    language: Annotated[str, ColumnName("")] = ""
+    """Code of the language; empty if the model has none."""
+    seconds: Annotated[float, ColumnName("")] = 0.0
+    """Duration of the audio."""
 
 
 class GenerateOptions(TaskOptions):
@@ -122,6 +141,13 @@ class TextSearch:
     """Pieces of the texts are wanted before the search is done."""
     started: bool = False
     """The first token was reported."""
+    earlier_tokens: int = 0
+    """Number of tokens that were generated for the windows of a recording before this one."""
+
+    @property
+    def part(self) -> RecordingPart | None:
+        """What of a recording the input is a window of; None for other inputs."""
+        return self.row.part
 
     @property
     def rows(self) -> int:
@@ -134,9 +160,22 @@ class TextSearch:
         return self.search.longest - len(self.search.prompt)
 
     @property
+    def queued_tokens(self) -> int:
+        """What it counts for in a queue: the tokens of its input and of its texts.
+
+        A second of a recording, whose features it holds, is 50.
+        """
+        seconds = 0.0 if self.part is None else self.part.recording.seconds
+        held = math.ceil(_TOKENS_PER_SECOND * seconds)
+        return self.prompt_tokens + self.new_tokens + held
+
+    @property
     def has_pieces(self) -> bool:
-        """True if what the texts have so far stays: with beam search only at the end."""
-        return self.search.done or self.options.num_beams == 1
+        """True if what the texts have so far stays: with beam search only at the end.
+
+        What a window of a recording ends with may be left to the next window.
+        """
+        return self.search.done or (self.options.num_beams == 1 and self.part is None)
 
     def pieces(self, sequences: Sequence[Hypothesis]) -> list[tuple[int, str]]:
         """Return what is new since the last call: the index of each text, and the piece.
@@ -144,14 +183,22 @@ class TextSearch:
         Args:
             sequences: the search's results so far.
         """
+        if self.part is not None:
+            (text,), tokens = self.texts, self.part.tokens
+            return [(0, text.finish(tokens) if self.part.done else text.feed(tokens))]
         done, texts = self.search.done, zip(self.texts, sequences, strict=True)
         return [
             (index, text.finish(sequence.tokens) if done else text.feed(sequence.tokens))
             for index, (text, sequence) in enumerate(texts)
         ]
 
-    def generations(self, sequences: Sequence[Hypothesis]) -> list[Generation]:
-        """Return the texts of the results of a search that is done."""
+    def generations(self, sequences: Sequence[Hypothesis]) -> list[Any]:
+        """Return the texts of the results of a search that is done.
+
+        Of a recording, that is the recording once all its parts are done, and nothing before.
+        """
+        if self.part is not None:
+            return [self.part.recording] if self.part.recording.done else []
         return [
             Generation(
                 text.text(sequence.tokens),
@@ -212,7 +259,7 @@ class Generate(Task):
         if lengths.longest is not None and limits.unproved == "refuse":
             positions = min(positions or lengths.longest, lengths.longest)
         reader = open_inputs(artifact, graphs, tokenizer, defaults, positions)
-        reader.max_pixels = limits.max_pixels
+        reader.max_pixels, reader.max_seconds = limits.max_pixels, limits.max_speech_seconds
         return cls(
             record=record,
             tokenizer=tokenizer,
@@ -314,7 +361,9 @@ class Generate(Task):
             name: {**without_null(schemas[name]), "default": defaults[name]}
             for name in _FORM_OPTIONS
         }
-        return form_schemas | {name: {"type": "string"} for name in self.reader.arguments}
+        types = self.reader.argument_types
+        arguments = {name: {"type": types.get(name, "string")} for name in self.reader.arguments}
+        return form_schemas | arguments
 
     # -- inputs -------------------------------------------------------------------------------
 
@@ -322,7 +371,10 @@ class Generate(Task):
         self, inputs: Sequence[Any], options: GenerateOptions, **delivery: bool
     ) -> ModelInputs:
         """Prepare the searches of inputs, all before the first is run; see `read_rows`."""
-        return ModelInputs(list(self.read_rows(inputs, options, **delivery)))
+        rows = list(self.read_rows(inputs, options, **delivery))
+        # Overlapping chunks are joined by comparing their tokens, which takes long.
+        is_heavy = any(row.content.part is not None for row in rows)
+        return ModelInputs(rows, postprocess_cost="heavy" if is_heavy else "light")
 
     def read_rows(
         self,
@@ -409,15 +461,6 @@ class Generate(Task):
         if limit and longest - row.prompt_length > limit:
             options = options.model_copy(update={"max_new_tokens": limit})
         stops = options.stop_strings
-        search = make_search(
-            row.prompt,
-            options,
-            positions=self.positions,
-            rest=row.rest,
-            stops=(lambda tokens: any(stop in self.decode(tokens) for stop in stops))
-            if stops
-            else None,
-        )
         texts = [
             TextStream(
                 self.decode, stops=stops, keep_stop=keep_stop, clean_up=self.tokenizer.clean_up
@@ -426,7 +469,25 @@ class Generate(Task):
         ]
         source = row.arrays.get("input_ids")
         tokens = len(row.prompt) if not self.has_encoder else 1 if source is None else len(source)
+        search = self._make_search(row, options)
         return Row(TextSearch(row, options, search, texts, tokens, streams), tokens)
+
+    def _make_search(self, row: GenerationRow, options: GenerationOptions) -> Search:
+        stops = options.stop_strings
+        return make_search(
+            row.prompt,
+            options,
+            positions=self.positions,
+            rest=row.rest,
+            stops=(lambda tokens: any(stop in self.decode(tokens) for stop in stops))
+            if stops
+            else None,
+            time_stamps=None if row.part is None else row.part.recording.search_stamps,
+        )
+
+    def following(self, row: Row) -> Row | None:
+        """Return the row that goes on with the input of one that is done; None if there is none."""
+        return None
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, without special ones."""
@@ -449,17 +510,14 @@ class Generate(Task):
         rows: Sequence[Row],
         feeds: Mapping[str, NDArray[Any]],
         outputs: Arrays,
-    ) -> list[list[Generation]]:
-        """Return the texts of each row, whose search is done."""
+    ) -> list[list[Any]]:
+        """Return the texts of each row, whose search is done; see `TextSearch.generations`."""
         return [row.content.generations(row.content.search.results()) for row in rows]
 
     def postprocess(
-        self,
-        work: ModelInputs,
-        outputs: Sequence[list[Generation]],
-        options: Any,
+        self, work: ModelInputs, outputs: Sequence[list[Any]], options: Any
     ) -> list[list[Generation]]:
-        """Return the texts of each input, as `split` returned them."""
+        """Return the texts of each input, from those of each row as `split` returned them."""
         return list(outputs)
 
     @override
@@ -484,3 +542,116 @@ class GenerateFromAudio(Generate):
     modality = "audio"
     tasks = ("automatic-speech-recognition-with-past",)
     inputs = (InputField("audio"),)
+
+    reader: SourceSounds
+
+    @classmethod
+    @override
+    def result_type_for(cls, options: TaskOptions) -> Any:
+        """Return the type of one result, which has times if they are asked for."""
+        if isinstance(options, GenerateOptions) and options.values.get("return_timestamps"):
+            return Annotated[list[TimedGeneration], Alternatives()]
+        return cls.result_type
+
+    @override
+    def _search(
+        self,
+        row: GenerationRow,
+        options: GenerationOptions,
+        *,
+        streams: bool = False,
+        keep_stop: bool = True,
+    ) -> Row:
+        search = super()._search(row, options, streams=streams, keep_stop=keep_stop)
+        part, content = row.part, search.content
+        if part is None:
+            return search
+        for name, value in (
+            ("num_return_sequences", options.num_return_sequences - 1),
+            ("stop_strings", options.stop_strings),
+        ):
+            if value:
+                raise InputError(
+                    f"{name} is set, which is not supported for audio in several windows.",
+                    do=f"Leave it out, or send {part.recording.shape.seconds:g} seconds at most "
+                    "without return_timestamps and chunk_length_s.",
+                )
+        if streams and part.stride is not None:
+            raise InputError(
+                "chunk_length_s is set, but a stream goes on where the last segment ended.",
+                do="Leave it out.",
+            )
+        content.texts = [
+            TextStream(partial(self._transcript, part), clean_up=self.tokenizer.clean_up)
+        ]
+        return search
+
+    @override
+    def following(self, row: Row) -> Row | None:
+        """Return the next window of a recording's part; None behind the last one."""
+        content: TextSearch = row.content
+        part, search = content.part, content.search
+        if part is None:
+            return None
+        (sequence,) = search.results()[:1]
+        ends = content.options.eos_token_id
+        tokens = sequence.tokens
+        if tokens and tokens[-1] in ends:
+            tokens = tokens[:-1]
+        places = search.chosen
+        codes = (self.reader.languages[token] for token in places if token in self.reader.languages)
+        part.language = next(codes, "")
+        part.take(tokens, sequence.finish)
+        if part.done:
+            return None
+        # The language that was detected in the first window is that of all.
+        prepared = replace(content.row, rest=tuple((token,) for token in places))
+        following = replace(
+            content,
+            row=prepared,
+            search=self._make_search(prepared, content.options),
+            earlier_tokens=content.earlier_tokens + len(sequence.tokens),
+        )
+        return Row(following, row.tokens)
+
+    @override
+    def describe(self, result: Generation) -> str:
+        """Return the text, and with times a line for each part."""
+        return (
+            describe_chunks(result.chunks) if isinstance(result, TimedGeneration) else result.text
+        )
+
+    @override
+    def postprocess(
+        self, work: ModelInputs, outputs: Sequence[list[Any]], options: Any
+    ) -> list[list[Generation]]:
+        """Return the texts of each input; those of recordings are decoded here."""
+        return [
+            [
+                self._generation(result) if isinstance(result, Recording) else result
+                for result in results
+            ]
+            for results in outputs
+            if results  # of a recording's rows only the last to end has it
+        ]
+
+    def _generation(self, recording: Recording) -> Generation:
+        """Return the transcript of a recording that is done."""
+        chunks = self.reader.transcripts(
+            recording.chunks(), has_time_stamps=recording.has_time_stamps
+        )
+        text = "".join(chunk.text for chunk in chunks)
+        first = recording.parts[0]
+        finishes = {part.finish for part in recording.parts}
+        finish = "length" if "length" in finishes else "stop"
+        values = (text, recording.tokens, finish, None, 1)
+        if not recording.shows_time_stamps:
+            return Generation(*values)
+        return TimedGeneration(*values, tuple(chunks), first.language, recording.seconds)
+
+    def _transcript(self, part: RecordingPart, tokens: Sequence[int]) -> str:
+        """Return the text of the tokens of a part without overlaps."""
+        chunks = self.reader.transcripts(
+            [ChunkTokens(tokens)], has_time_stamps=part.recording.has_time_stamps
+        )
+        return "".join(chunk.text for chunk in chunks)

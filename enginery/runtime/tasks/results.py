@@ -113,7 +113,9 @@ class _Format:
 
     def cells(self, item: Any) -> tuple[Any, ...]:
         """Return a dataclass's values in the order of the columns."""
-        return tuple([getattr(item, name) for name in self.fields])
+        values = (getattr(item, name) for name in self.fields)
+        # The parts of a result, such as what was said when, are structs.
+        return tuple(to_plain(v) if isinstance(v, tuple | list) else v for v in values)
 
     def row(self, result: Any) -> tuple[Any, ...]:
         """Return a result's values in the order of a table's columns."""
@@ -232,12 +234,10 @@ def is_finite(result: Any) -> bool:
         return bool(np.isfinite(result).all())
     if isinstance(result, list | tuple):
         return all(map(is_finite, result))
+    if result is None or isinstance(result, float):
+        return result is None or math.isfinite(result)
     record: Any = type(result)
-    values = [getattr(result, name) for name in _float_fields(record)]
-    return all(
-        math.isfinite(value) if isinstance(value, float) else value is None or is_finite(value)
-        for value in values
-    )
+    return all(is_finite(getattr(result, name)) for name in _float_fields(record))
 
 
 def to_plain(value: Any) -> Any:
@@ -274,6 +274,7 @@ def _field_types(record: Any) -> dict[str, Any]:
 def _arrow_type(kind: Any) -> Any:
     import pyarrow as pa
 
+    kind = bare_type(kind)
     if kind in _DTYPES:
         return pa.type_for_alias(_DTYPES[kind])
     if get_origin(kind) in (list, tuple):
@@ -290,6 +291,7 @@ def _float_fields(record: Any) -> tuple[str, ...]:
 
 
 def _has_floats(kind: Any) -> bool:
+    kind = bare_type(kind)
     if get_origin(kind) in (list, tuple):
         return _has_floats(get_args(kind)[0])
     return kind is float or (kind not in _DTYPES and bool(_float_fields(kind)))

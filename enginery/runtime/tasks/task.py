@@ -169,7 +169,9 @@ class InputLimits:
     max_pixels: int = 0
     """Maximum number of pixels of an image file."""
     max_seconds: float = 0.0
-    """Maximum duration of audio."""
+    """Maximum duration of audio that runs in one piece."""
+    max_speech_seconds: float = 0.0
+    """Maximum duration of speech that runs in windows."""
     max_new_tokens: int = 0
     """Maximum number of tokens to generate for a text."""
     max_sequences: int = 0
@@ -325,6 +327,11 @@ class Task(RowTask):
             return False  # a class of its own embeds with such a graph
         return manifest.task in cls.tasks and input_modality(names) == cls.modality
 
+    @classmethod
+    def result_type_for(cls, options: TaskOptions) -> Any:
+        """Return the type of one result of a call with these options."""
+        return cls.result_type
+
     @abstractmethod
     def describe(self, result: Any) -> str:
         """Describe a result in a few words, for people."""
@@ -338,18 +345,30 @@ class MediaTask(Task):
     """True if the outputs of a list of inputs may take gigabytes, and their results do not."""
 
     def preprocess(self, inputs: Sequence[Any], options: Any) -> ModelInputs:
-        """Read each input into one row."""
-        return ModelInputs(list(self.read_rows(inputs, options)))
+        """Read each input into one row, or into several."""
+        work = ModelInputs([])
+        work.rows = list(self.read_rows(inputs, options, work))
+        return work
 
-    def read_rows(self, inputs: Sequence[Any], options: Any) -> Iterator[Row]:
-        """Read inputs one by one, for `BatchRunner.run_stream`."""
+    def read_rows(self, inputs: Sequence[Any], options: Any, work: ModelInputs) -> Iterator[Row]:
+        """Read inputs one by one, for `BatchRunner.run_stream`.
+
+        Args:
+            inputs: the inputs.
+            options: options of the task.
+            work: gets what `postprocess` needs besides the rows.
+        """
         if isinstance(inputs, str | bytes) or not isinstance(inputs, Sequence):
             raise InputError(
                 f"found one {type(inputs).__name__}, expected a list of {PLURALS[self.modality]}.",
                 do=f"Pass [{self.modality}].",
             )
         for index, item in enumerate(inputs):
-            yield self.read_row(item, index)
+            yield from self.rows_of(item, index, options, work)
+
+    def rows_of(self, item: Any, index: int, options: Any, work: ModelInputs) -> Iterator[Row]:
+        """Yield the rows of one input; see `read_rows`."""
+        yield self.read_row(item, index)
 
     @abstractmethod
     def read_row(self, item: Any, index: int = 0) -> Row:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 from enginery.core.closing import Closeable
 from enginery.core.errors import InputError
@@ -24,7 +25,7 @@ from enginery.runtime.generation.fixed_cache import FixedCacheDecoder
 from enginery.runtime.generation.inputs import GenerationRow
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.tasks.batch_runner import BatchRunner
-from enginery.runtime.tasks.generate import Generate, Generation, TextSearch
+from enginery.runtime.tasks.generate import Generate, TextSearch
 from enginery.runtime.tasks.task import Row, RowTask
 
 _BATCH_ROWS = 8
@@ -70,10 +71,8 @@ class TextGenerator(Closeable):
             """The decoder's graph."""
             self._open = stack.pop_all()
 
-    def run_stream(
-        self, rows: Iterable[Row], *, batch_rows: int = _BATCH_ROWS
-    ) -> list[list[Generation]]:
-        """Run rows from an iterable; return the texts of each, in order.
+    def run_stream(self, rows: Iterable[Row], *, batch_rows: int = _BATCH_ROWS) -> list[list[Any]]:
+        """Run rows from an iterable; return what `Task.split` gives of each, in order.
 
         Args:
             rows: the rows; only those of one batch are in memory.
@@ -82,14 +81,25 @@ class TextGenerator(Closeable):
         Raises:
             InputError: an input is invalid, or the graph fails.
         """
-        rows, texts = iter(rows), []
-        while batch := list(islice(rows, batch_rows)):
-            lengths = [len(row.content.row.prompt) for row in batch]
+        rows, texts = iter(rows), list[list[Any]]()
+        batch: list[tuple[int, Row]] = []
+        """Rows, each with the place of its result."""
+        while True:
+            for row in islice(rows, batch_rows - len(batch)):
+                batch.append((len(texts), row))
+                texts.append([])
+            if not batch:
+                return texts
+            lengths = [len(row.content.row.prompt) for _, row in batch]
             for indices in self.task.graphs.batches(lengths):
-                for _ in self._steps([batch[index] for index in indices]):
+                for _ in self._steps([batch[index][1] for index in indices]):
                     pass
-            texts += self.task.split(batch, {}, {})
-        return texts
+            running, batch = batch, []
+            for place, row in running:
+                if (following := self.task.following(row)) is not None:
+                    batch.append((place, following))
+                else:
+                    (texts[place],) = self.task.split([row], {}, {})
 
     def stream(self, row: Row) -> Iterator[str]:
         """Yield the text of one row, piece by piece; together they are that of `run_stream`.
@@ -109,9 +119,7 @@ class TextGenerator(Closeable):
         """Return what inputs that begin together have in common, such as the size of an image."""
         prepared: GenerationRow = row.content.row
         same_length = len(prepared.prompt) if self.task.graphs.counts_padding else 0
-        arrays = prepared.arrays.items()
-        # An encoder's texts are padded, but images and sounds are stacked as they are.
-        return same_length, *(array.shape for name, array in arrays if name != "input_ids")
+        return same_length, *prepared.shapes
 
     def padded_length(self, row: Row) -> int:
         """Return the number of tokens of a row."""
@@ -126,13 +134,17 @@ class TextGenerator(Closeable):
         self._open.close()
 
     def _pieces(self, row: Row) -> Iterator[str]:
-        content: TextSearch = row.content
-        for _ in self._steps([row]):
-            if not content.has_pieces:
-                continue
-            for _, piece in content.pieces(content.search.results()):
-                if piece:
-                    yield piece
+        following: Row | None = row
+        while following is not None:
+            row, content = following, following.content
+            for _ in self._steps([row]):
+                if content.search.done:
+                    following = self.task.following(row)
+                if not content.has_pieces:
+                    continue
+                for _, piece in content.pieces(content.search.results()):
+                    if piece:
+                        yield piece
 
     def _steps(self, rows: Sequence[Row]) -> Iterator[None]:
         """Run rows in one batch until their searches are done; yield after each step."""

@@ -94,13 +94,15 @@ class ZeroShotImages(ImageTask):
         """Return the name of the graph output that `split` needs."""
         return (_LOGITS,)
 
-    def read_rows(self, inputs: Sequence[Any], options: ZeroShotImageOptions) -> Iterator[Row]:
+    def read_rows(
+        self, inputs: Sequence[Any], options: ZeroShotImageOptions, work: ModelInputs
+    ) -> Iterator[Row]:
         """Read images one by one; each row has the tokens of all labels beside its image."""
         texts = self._label_feeds(options)
         content = b"".join(array.tobytes() for array in texts.values())
         # Only images with the same labels share a batch.
         group = int.from_bytes(hashlib.sha256(content).digest()[:7])
-        for row in super().read_rows(inputs, options):
+        for row in super().read_rows(inputs, options, work):
             row.content.update(texts)
             row.group = group
             yield row

@@ -736,6 +736,17 @@ class TextTokenizer:
         length = len(encoding.ids)
         return row[len(row) - length :] if self.pad_left else row[:length]
 
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of special tokens."""
+        tokens = self.backend.get_added_tokens_decoder().items()
+        return frozenset(token_id for token_id, token in tokens if token.special)
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token; None if the vocabulary does not have it."""
+        token_id: int | None = self.backend.token_to_id(token)
+        return token_id
+
     def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
         """Decode token ids to text as transformers does.
 

@@ -26,7 +26,8 @@ from starlette.types import Receive, Scope, Send
 from typing_extensions import override
 
 from enginery.core.errors import EngineryError
-from enginery.runtime.tasks.generate import Generate, Generation
+from enginery.runtime.tasks.generate import Generate, Generation, TimedGeneration
+from enginery.runtime.tasks.results import to_plain
 from enginery.runtime.tasks.task import ModelInputs, Task, count_characters
 from enginery.serve.api.endpoints import (
     INFERENCE_STATUSES,
@@ -100,11 +101,19 @@ class Details(Schema):
     """Of beam search."""
 
 
+class SpokenChunk(Schema):
+    """A part of what was said, with its start and end in seconds."""
+
+    text: str
+    timestamp: list[float | None]
+
+
 class Generated(Schema):
-    """One result."""
+    """One result; `chunks` with `return_timestamps`."""
 
     generated_text: str
     details: Details
+    chunks: list[SpokenChunk] | None = None
 
 
 def generated_json(result: Sequence[Generation]) -> Any:
@@ -121,6 +130,9 @@ def generated_json(result: Sequence[Generation]) -> Any:
         }
         for generation in result
     ]
+    for text, generation in zip(texts, result, strict=True):
+        if isinstance(generation, TimedGeneration):
+            text["chunks"] = to_plain(generation.chunks)
     return texts[0] if len(texts) == 1 else texts
 
 
@@ -178,7 +190,7 @@ async def generate_stream(request: Request, body: GenerateRequest) -> Response:
         index = 0
         async with aclosing(steps):
             async for step in steps:
-                last = bool(step.results)
+                last = step.done
                 text = "".join(piece for _, piece in step.pieces)
                 if not text and not last:
                     continue

@@ -26,6 +26,7 @@ from typing import Any
 from enginery.core.errors import EngineryError
 from enginery.runtime.generation.batch import RunningBatch
 from enginery.runtime.tasks.generate import Generation, TextSearch
+from enginery.runtime.tasks.task import Row
 from enginery.runtime.tasks.text_generator import TextGenerator
 from enginery.serve.batching.planner import BatchRules
 from enginery.serve.batching.queue import BatchQueue, ClosedError, QueueEntry
@@ -55,13 +56,18 @@ class Progress:
     pieces: tuple[tuple[int, str], ...] = ()
     """New text: the place of the text among those of the input, and the piece."""
     results: tuple[Generation, ...] = ()
-    """The finished texts; empty as long as the input is not done."""
+    """The finished texts; empty as long as the input is not done. Here, recordings stand for those
+    of speech, which `Generate.postprocess` decodes in another thread."""
+    done: bool = False
+    """The input is done. Of the chunks of a recording only the last has results."""
 
 
 @dataclass(eq=False)
 class _Request:
     """A request whose inputs wait or run."""
 
+    entries: list[QueueEntry]
+    """Its inputs, or the windows of recordings that they have become."""
     events: asyncio.Queue[Progress | BaseException] = field(default_factory=asyncio.Queue)
     cancelled: bool = False
     started: float = 0.0
@@ -156,7 +162,7 @@ class GenerationScheduler:
         results: list[Any] = [None] * len(entries)
         async with aclosing(self.steps(entries, timings)) as steps:
             async for step in steps:
-                if step.results:
+                if step.done:
                     results[step.index] = list(step.results)
         return results
 
@@ -173,12 +179,12 @@ class GenerationScheduler:
             OverloadedError, ClosedError: the request was rejected.
             EngineryError: an input failed; the first error is raised.
         """
-        queue, request = self.queue, _Request()
+        queue, request = self.queue, _Request(list(entries))
         arrived = time.perf_counter()
         for entry in entries:
             search: TextSearch = entry.row.content
             entry.request, entry.weight = request, search.rows
-            entry.tokens = search.prompt_tokens + search.new_tokens
+            entry.tokens = search.queued_tokens
         tokens = [0] * len(entries)
         remaining = len(entries)
         self._requests.add(request)
@@ -193,13 +199,13 @@ class GenerationScheduler:
                 timings.first_token_at = timings.first_token_at or time.perf_counter()
                 timings.generated += event.tokens - tokens[event.index]
                 tokens[event.index] = event.tokens
-                remaining -= bool(event.results)
+                remaining -= event.done
                 if not remaining:
                     queue.observe_wait(backlog_seconds, timings.queue_seconds)
                 yield event
         finally:
             request.cancelled = True
-            queue.cancel(entries)
+            queue.cancel(request.entries)
             self._requests.discard(request)
 
     def fail_all(self, error: Exception) -> None:
@@ -318,7 +324,13 @@ class GenerationScheduler:
         """Return what is to be reported of an input, which leaves if it is done."""
         event: Progress | BaseException | None
         try:
-            event = _progress(entry.row.content, entry.index)
+            content: TextSearch = entry.row.content
+            following = None
+            if content.search.done and content.search.error is None:
+                following = self._generator.task.following(entry.row)
+            event = _progress(content, entry.index, goes_on=following is not None)
+            if following is not None:
+                self._queue_following(entry, following)
         except EngineryError as error:
             event = error
         except Exception as error:  # a bug, which must not affect other requests
@@ -327,6 +339,18 @@ class GenerationScheduler:
         if isinstance(event, BaseException) or entry.row.content.search.done:
             self._leave([entry])
         return None if event is None else (entry, event)
+
+    def _queue_following(self, entry: QueueEntry, row: Row) -> None:
+        """Queue the next window of a recording, behind the inputs that wait."""
+        following = QueueEntry(
+            entry.request, entry.index, entry.key, entry.length, row, tokens=entry.tokens
+        )
+        following.weight = entry.weight
+        entry.request.entries[entry.index] = following
+        try:
+            self.queue.put([following], now=time.perf_counter(), admitted=True)
+        except ClosedError:  # what has begun is finished before the model closes
+            self._alone.append(following)
 
     def _leave(self, entries: Sequence[QueueEntry]) -> None:
         self._running = [entry for entry in self._running if entry not in entries]
@@ -338,7 +362,7 @@ class GenerationScheduler:
         """Update the estimate of the time per waiting token, of which most are not generated."""
         self._busy_seconds += seconds
         for entry, event in events:
-            if isinstance(event, Progress) and event.results:
+            if isinstance(event, Progress) and event.done:
                 self._done_tokens = self._done_tokens * _DECAY + entry.tokens
                 self._busy_seconds *= _DECAY
         if self._done_tokens:
@@ -368,8 +392,13 @@ class GenerationScheduler:
         self._is_sent = True
 
 
-def _progress(search: TextSearch, index: int) -> Progress | None:
+def _progress(search: TextSearch, index: int, *, goes_on: bool) -> Progress | None:
     """Return what is to be reported of an input after a step; None for nothing.
+
+    Args:
+        search: the input.
+        index: its place in its request.
+        goes_on: another window of a recording follows.
 
     Raises:
         InputError: the search has failed, or the tokens cannot be decoded.
@@ -381,9 +410,10 @@ def _progress(search: TextSearch, index: int) -> Progress | None:
     if not done and not (search.streams and search.has_pieces):
         return Progress(index, 1) if is_first else None
     sequences = search.search.results()
-    tokens = sum(len(sequence.tokens) for sequence in sequences)
-    pieces = search.pieces(sequences)
-    if done:
-        return Progress(index, tokens, tuple(pieces), tuple(search.generations(sequences)))
+    tokens = search.earlier_tokens + sum(len(sequence.tokens) for sequence in sequences)
+    pieces = search.pieces(sequences) if search.streams or search.part is None else []
+    if done and not goes_on:
+        results = tuple(search.generations(sequences))
+        return Progress(index, tokens, tuple(pieces), results, done=True)
     written = tuple((place, piece) for place, piece in pieces if piece)
     return Progress(index, tokens, written) if written or is_first else None

@@ -139,6 +139,7 @@ def open_task(
     limits = InputLimits(
         max_pixels=options.max_pixels,
         max_seconds=options.max_seconds,
+        max_speech_seconds=options.max_speech_seconds,
         max_new_tokens=options.max_new_tokens,
         max_sequences=options.generation_rows,
         unproved=options.unproved,

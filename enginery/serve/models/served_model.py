@@ -13,7 +13,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import Lock, Thread
@@ -293,7 +293,12 @@ class ServedModel(ABC):
             entries = self.entries(task, work.rows)
             async with contextlib.aclosing(scheduler.steps(entries, timings)) as steps:
                 async for step in steps:
-                    yield step
+                    if step.done and work.postprocess_cost == "heavy":
+                        post = partial(task.postprocess, work, [list(step.results)], None)
+                        (results,) = await self.in_thread(post, cost="heavy")
+                        yield replace(step, results=tuple(results))
+                    else:
+                        yield step
         finally:
             self._requests -= 1
 

@@ -169,10 +169,10 @@ def test_error_names_the_input(tiny):
 def test_nan_of_a_graph_is_found(tiny):
     with load_model(tiny.artifact("wav2vec2", SPEECH)) as model:
         task = model.definition
-        row = task.read_row((noise(0.1), RATE))
+        work = task.preprocess([(noise(0.1), RATE)], task.Options())
         for bad in (np.nan, np.inf):
             outputs = {"logits": np.full((1, 3, 32), bad, np.float32)}
-            results = task.postprocess(None, task.split([row], {}, outputs), None)
+            results = task.postprocess(work, task.split(work.rows, {}, outputs), task.Options())
             assert not is_finite(results[0])
         assert is_finite(Transcription("", 0.5))
 

@@ -150,7 +150,7 @@ def test_files_and_bytes_are_read(whisper, home, tmp_path):
         ([PAIRS[0], b""], {}, "audio 1 is not an audio file"),
         ([PAIRS[0], "none.wav"], {}, "audio 1: file none.wav does not exist"),
         ([(np.zeros(0, np.float32), 16000)], {}, "audio 0 has no samples"),
-        ([PAIRS[0], (sounds.silence(31), 16000)], {}, r"audio 1 is 31.0 seconds long, .* most 30"),
+        ([PAIRS[0], (sounds.silence(31), 16000)], {}, "audio 1 is longer than 30 seconds, and the"),
         (PAIRS, {"language": "frensh"}, "'frensh' is not one of the model's 4; the nearest are fr"),
         (
             PAIRS,
@@ -160,7 +160,7 @@ def test_files_and_bytes_are_read(whisper, home, tmp_path):
         (PAIRS, {"language": "german"}, "language 'german' is not one of the model's 4"),
         (PAIRS, {"language": ["fr"]}, "language is a list, expected a code"),
         (PAIRS, {"task": "translat"}, "'translat' is unknown; did you mean 'translate'"),
-        (PAIRS, {"return_timestamps": True}, "return_timestamps is not supported"),
+        (PAIRS, {"return_timestamps": True}, "return_timestamps is true, but the model has no"),
         (PAIRS, {"langage": "fr"}, "unknown option 'langage'"),
     ],
 )
@@ -182,6 +182,7 @@ def test_languages_are_those_of_transformers():
     [
         ({"return_timestamps": True}, "return_timestamps is True, which is not supported"),
         ({"no_speech_threshold": 0.6}, "no_speech_threshold is 0.6, which is not supported"),
+        ({"condition_on_prev_tokens": True}, "condition_on_prev_tokens is True, which is not supp"),
         ({"lang_to_id": {"<|fr|>": "x"}}, r"lang_to_id.<\|fr\|>: found 'x'"),
         ({"forced_decoder_ids": [[1, 5], [3, 6]]}, r"tokens for the places \[1, 3\]"),
     ],

@@ -9,6 +9,7 @@ from enginery import export_model, load_model, predict_file
 from enginery.core.errors import InputError, OptionError
 from enginery.runtime.pytorch.side_files import load_pillow_processor
 from enginery.runtime.tasks import manifest_tasks
+from enginery.runtime.tasks.task import ModelInputs
 from enginery.runtime.tasks.zero_shot_images import ZeroShotImageOptions
 from tests.tiny_encoders import save_encoder
 from tests.tiny_vision import encoded_picture, opened_images
@@ -74,8 +75,9 @@ def test_answers_are_those_of_the_pipeline(model, tmp_path):
 def test_calls_with_other_labels_share_no_batch(model):
     with load_model(model[1]) as loaded:
         task = loaded.definition
+        pictures, work = [encoded_picture((40, 40))], ModelInputs([])
         rows = [
-            next(iter(task.read_rows([encoded_picture((40, 40))], ZeroShotImageOptions(**options))))
+            next(task.read_rows(pictures, ZeroShotImageOptions(**options), work))
             for options in (
                 {"candidate_labels": ["cat", "boat"]},
                 {"candidate_labels": ["cat", "boat"]},
