@@ -401,6 +401,12 @@ class PredictKeywords(TypedDict, total=False):
     dimensions: int
     """Number of leading dimensions of an embedding to keep, for models trained with Matryoshka
     representation learning; 0 for all."""
+    vectors: Literal["dense", "tokens", "sparse"]
+    """Vectors of a model that embeds: one for each text, or `tokens`, one for each token; `sparse`,
+    the weights of a SPLADE model for fill-mask."""
+    dtype: Literal["float32", "float16", "int8", "binary", "ubinary"]
+    """Type of the numbers of dense vectors: float16; int8 of vectors of length 1, times 127; or a
+    bit for each dimension, packed into int8 (`binary`) or uint8 (`ubinary`)."""
     prompt_name: str
     """A prompt of config_sentence_transformers.json; empty for the model's default."""
     max_answer_tokens: int

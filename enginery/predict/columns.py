@@ -65,7 +65,12 @@ class OutputColumns:
         """
         import pyarrow as pa
 
-        columns = arrow_fields(task.result_type, items=options.max_items, dim=dim)
+        columns = arrow_fields(
+            task.result_type,
+            items=options.max_items,
+            dim=dim,
+            dtype=getattr(options, "dtype", "float32"),
+        )
         columns.append(pa.field(ERROR, pa.string()))
         names = tuple(_output_name(field.name, input_names, prefix) for field in columns)
         fields = [field.with_name(name) for field, name in zip(columns, names, strict=True)]
