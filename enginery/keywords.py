@@ -626,6 +626,15 @@ class GenerationKeywords(TypedDict, total=False):
     (false), or when none can (`never`)."""
     repetition_penalty: float
     """Divides positive logits of tokens that occurred, and multiplies negative ones."""
+    frequency_penalty: float
+    """Subtracted from a token's logit for each time that it was generated, as OpenAI defines it."""
+    presence_penalty: float
+    """Subtracted once from the logit of each token that was generated, as OpenAI defines it."""
+    logit_bias: dict[int, float]
+    """What is added to the logits of tokens, by their ids."""
+    top_logprobs: int | None
+    """Return the log-probability of each token, and those of this many most probable tokens; null
+    for none."""
     renormalize_logits: bool
     """Take the log-softmax of the scores after all other changes, which changes the scores of beams
     whose tokens were banned."""

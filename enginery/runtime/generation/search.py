@@ -81,6 +81,16 @@ class Move:
 
 
 @dataclass(frozen=True)
+class TokenLogprob:
+    """The log-probability of a generated token, by the model's own logits."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """The most probable tokens of this place with theirs, best first."""
+
+
+@dataclass(frozen=True)
 class Hypothesis:
     """A finished sequence."""
 
@@ -90,6 +100,8 @@ class Hypothesis:
     """`stop` after an end token or a stop string, `length` at the largest length."""
     score: float | None = None
     """Score of a beam: the sum of log-probabilities, divided by a power of the length."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One for each token; none if they were not asked for."""
 
 
 @dataclass
@@ -173,10 +185,12 @@ class SequentialSearch(Search):
     _running: list[int] = field(init=False)
     """The sequence of each row."""
     _finishes: list[str] = field(init=False)
+    _logprobs: list[list[TokenLogprob]] = field(init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         count = self.options.num_return_sequences
+        self._logprobs = [[] for _ in range(count)]
         self._sequences = [list(self.prompt) for _ in range(count)]
         self._running = [0]
         self._finishes = [""] * count
@@ -184,11 +198,12 @@ class SequentialSearch(Search):
     @property
     def need(self) -> Need:
         """The best token, those that a draw is among, or with processors all logits."""
-        if self._processors:
+        drawn = self._drawn if self.options.do_sample else 1
+        if self._processors or not drawn:
             return Need(logits=True)
-        if not self.options.do_sample:
-            return Need()
-        return Need(best=self._drawn) if self._drawn else Need(logits=True)
+        # With more than one come log-probabilities.
+        top = self.options.top_logprobs
+        return Need(best=drawn if top is None else max(drawn, top, 2))
 
     @property
     def _drawn(self) -> int:
@@ -207,7 +222,10 @@ class SequentialSearch(Search):
         tokens, parents, running = [], [], []
         for row, sequence in zip(rows, self._running, strict=True):
             tokens_so_far = self._sequences[sequence]
-            tokens_so_far.append(self._choose(candidates, row, tokens_so_far))
+            token = self._choose(candidates, row, tokens_so_far)
+            tokens_so_far.append(token)
+            if (top := self.options.top_logprobs) is not None:
+                self._logprobs[sequence].append(_logprob(candidates, row, token, top))
             self._finishes[sequence] = self._finish_of(tokens_so_far)
             if not self._finishes[sequence]:
                 running.append(sequence)
@@ -222,6 +240,8 @@ class SequentialSearch(Search):
     def greedy(self) -> SequentialSearch | None:
         """The search itself, once it has a token, unless more than the best token matters."""
         if self._processors or self.options.do_sample or len(self._sequences) > 1:
+            return None
+        if self.options.top_logprobs is not None:
             return None
         return self if len(self.tokens) > len(self.prompt) else None
 
@@ -240,8 +260,10 @@ class SequentialSearch(Search):
     def results(self) -> list[Hypothesis]:
         """Return the sequences; of greedy search there is one."""
         return [
-            Hypothesis(tuple(tokens[len(self.prompt) :]), finish or "length")
-            for tokens, finish in zip(self._sequences, self._finishes, strict=True)
+            Hypothesis(tuple(tokens[len(self.prompt) :]), finish or "length", None, tuple(logprobs))
+            for tokens, finish, logprobs in zip(
+                self._sequences, self._finishes, self._logprobs, strict=True
+            )
         ]
 
     def _choose(self, candidates: Candidates, row: int, tokens: Sequence[int]) -> int:
@@ -515,6 +537,22 @@ class PromptedSearch(Search):
     def results(self) -> list[Hypothesis]:
         """Return the results of the search; within the prompt, one without tokens."""
         return [Hypothesis((), "length")] if self._search is None else self._search.results()
+
+
+def _logprob(candidates: Candidates, row: int, token: int, top: int) -> TokenLogprob:
+    """Return the log-probability of a chosen token, and of the `top` most probable ones."""
+    if candidates.logits is not None:
+        logprobs = log_softmax(candidates.logits[row])
+        best = np.argpartition(-logprobs, min(top, len(logprobs) - 1))[:top]
+        best = best[np.argsort(-logprobs[best], kind="stable")]
+        chosen, tokens, values = logprobs[token], best, logprobs[best]
+    elif candidates.log_probs is not None:
+        tokens, values = candidates.tokens[row], candidates.log_probs[row]
+        chosen = values[int((tokens == token).argmax())]
+    else:
+        raise AssertionError("log-probabilities need candidates with theirs")
+    pairs = zip(tokens[:top].tolist(), values[:top].tolist(), strict=True)
+    return TokenLogprob(token, float(chosen), tuple(pairs))
 
 
 def _search_kind(options: GenerationOptions) -> type[SequentialSearch | BeamSearch]:

@@ -26,6 +26,7 @@ from starlette.types import Receive, Scope, Send
 from typing_extensions import override
 
 from enginery.core.errors import EngineryError
+from enginery.runtime.generation.search import TokenLogprob
 from enginery.runtime.tasks.generate import Generate, Generation
 from enginery.runtime.tasks.task import ModelInputs, Task, count_characters
 from enginery.serve.api.endpoints import (
@@ -89,6 +90,15 @@ class GenerateRequest(StrictRequestBody):
     model: str | None = None
 
 
+class GeneratedToken(Schema):
+    """A token of a text, in the shape of text-generation-inference."""
+
+    id: int
+    text: str
+    logprob: float
+    special: bool
+
+
 class Details(Schema):
     """How a text ended."""
 
@@ -98,6 +108,10 @@ class Details(Schema):
     prompt_tokens: int
     score: float | None
     """Of beam search."""
+    tokens: list[GeneratedToken] | None = None
+    """With the parameter `top_logprobs`: the tokens, with the one that ended the text."""
+    top_tokens: list[list[GeneratedToken]] | None = None
+    """With `top_logprobs` above 0: the most probable tokens of each place, best first."""
 
 
 class Generated(Schema):
@@ -107,7 +121,7 @@ class Generated(Schema):
     details: Details
 
 
-def generated_json(result: Sequence[Generation]) -> Any:
+def generated_json(result: Sequence[Generation], task: Generate) -> Any:
     """Return the texts of an input as text-generation-inference has them: one, or a list."""
     texts = [
         {
@@ -117,11 +131,29 @@ def generated_json(result: Sequence[Generation]) -> Any:
                 "generated_tokens": len(generation.tokens),
                 "prompt_tokens": generation.prompt_tokens,
                 "score": generation.score,
+                **_token_details(generation.logprobs, task),
             },
         }
         for generation in result
     ]
     return texts[0] if len(texts) == 1 else texts
+
+
+def _token_details(logprobs: Sequence[TokenLogprob], task: Generate) -> dict[str, Any]:
+    """Return what `Details` has of tokens, if their log-probabilities were asked for."""
+
+    def described(token: int, logprob: float) -> dict[str, Any]:
+        text = task.token_bytes(token).decode(errors="replace")
+        special = not task.shows(token)
+        return {"id": token, "text": text, "logprob": logprob, "special": special}
+
+    if not logprobs:
+        return {}
+    details = {"tokens": [described(entry.token, entry.logprob) for entry in logprobs]}
+    if not any(entry.top for entry in logprobs):
+        return details
+    tops = [[described(*pair) for pair in entry.top] for entry in logprobs]
+    return {**details, "top_tokens": tops}
 
 
 @routes.post(
@@ -139,7 +171,7 @@ async def generate(request: Request, body: GenerateRequest) -> Response:
     texts, single = body.inputs
     inputs = read_files(task, texts)
     results = await run_inference(request, model, task, inputs, body.parameters or {})
-    outputs = [generated_json(result) for result in results]
+    outputs = [generated_json(result, cast("Generate", task)) for result in results]
     return json_response(outputs[0] if single else outputs)
 
 
@@ -184,7 +216,7 @@ async def generate_stream(request: Request, body: GenerateRequest) -> Response:
                     continue
                 result: dict[str, Any] = {"generated_text": None, "details": None}
                 if last:
-                    result = generated_json(step.results)
+                    result = generated_json(step.results, task)
                 yield sent_event({"index": index, "token": {"text": text}, **result})
                 index += 1
 
