@@ -427,7 +427,7 @@ def test_brackets_and_quotes_of_a_text_are_no_objects(running):
 DOCUMENTS = ["a small cat", {"text": "the rain is cold"}, "Paris"]
 
 
-@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank"])
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank", "/models/ranker/rerank"])
 def test_documents_are_ranked_in_the_shape_of_cohere_and_jina(running, path):
     texts = ["a small cat", "the rain is cold", "Paris"]
     body = {"model": "ranker", "query": "Who sleeps?"}
@@ -454,14 +454,25 @@ def test_documents_are_ranked_in_the_shape_of_cohere_and_jina(running, path):
         ({"documents": [3]}, 422, "documents"),
         ({"documents": [{"title": "a"}]}, 422, "documents"),
         ({"top_n": 0}, 422, "top_n"),
+        ({"rank_fields": ["title", "text"]}, 422, 'expected ["text"]'),
+        ({"max_tokens_per_doc": 100}, 422, "expected the model's limit, 128, or more"),
+        ({"max_chunks_per_doc": 10}, 422, "max_chunks_per_doc: found 10, expected 1"),
         ({"model": "mood"}, 422, "has several labels, expected a reranker"),
         ({"model": "nothing"}, 404, "nothing"),
     ],
 )
 def test_documents_that_cannot_be_ranked_are_an_error(running, change, status, message):
     body = {"model": "ranker", "query": "Who?", "documents": ["a"], **change}
-    response = running("POST", "/v1/rerank", body)
-    assert (response.status, message in response.json["error"]) == (status, True)
+    for path in ("/v1/rerank", "/rerank"):
+        response = running("POST", path, body)
+        assert (response.status, message in response.json["error"]) == (status, True)
+
+
+def test_fields_of_cohere_that_change_nothing_are_taken(running):
+    body = {"model": "ranker", "query": "Who?", "documents": ["a", "b"]}
+    usual = {"rank_fields": ["text"], "max_tokens_per_doc": 4096, "max_chunks_per_doc": 1}
+    found = running("POST", "/v1/rerank", {**body, **usual}).json["results"]
+    assert found == running("POST", "/v1/rerank", body).json["results"]
 
 
 def test_embed_all_has_a_vector_for_each_token(running, tiny_paths):

@@ -57,7 +57,14 @@ from enginery.serve.api.requests import (
     parse,
     token_ids,
 )
-from enginery.serve.api.rerank import best_first, has_one_label, score
+from enginery.serve.api.rerank import (
+    DocumentsRequest,
+    DocumentsResponse,
+    best_first,
+    has_one_label,
+    rerank_documents,
+    score,
+)
 from enginery.serve.models.served_model import ServedModel
 
 routes = Routes("tei")
@@ -396,12 +403,32 @@ async def predict(request: Request, body: PredictRequest) -> Response:
     "/models/{model}/rerank",
     summary="Rank texts by relevance to a query",
     body=RerankRequest,
-    response=list[Rank],
+    other_bodies={
+        "application/json": {
+            "anyOf": [
+                {"$ref": f"#/components/schemas/{kind.__name__}"}
+                for kind in (RerankRequest, DocumentsRequest)
+            ]
+        }
+    },
+    response=list[Rank] | DocumentsResponse,
     statuses=INFERENCE_STATUSES,
     runs_model=True,
 )
-async def rerank(request: Request, body: RerankRequest) -> Response:
-    """Answer POST /rerank: rank texts by relevance to a query."""
+async def rerank(request: Request) -> Response:
+    """Answer POST /rerank: rank texts; or documents, as clients of Cohere and Jina send them."""
+    content = request.scope["state"]["body"]
+    values = await parsed(partial(json_object, content), len(content))
+    if "documents" in values and "texts" not in values:
+        documents = await parsed(partial(parse, DocumentsRequest, values), len(content))
+        return await rerank_documents(request, documents)
+    return await rank_texts(
+        request, await parsed(partial(parse, RerankRequest, values), len(content))
+    )
+
+
+async def rank_texts(request: Request, body: RerankRequest) -> Response:
+    """Rank texts by relevance to a query, best first."""
     options = {
         # A sigmoid, or for a regression the value itself, as /predict answers.
         "activation": "none" if body.raw_scores else "auto",
@@ -448,7 +475,7 @@ async def root(request: Request) -> Response:
         handler, kind = (similarity, SimilarityRequest) if of_sentences else (embed, EmbedRequest)
     else:
         ranks = has_one_label(model)
-        handler, kind = (rerank, RerankRequest) if ranks else (predict, PredictRequest)
+        handler, kind = (rank_texts, RerankRequest) if ranks else (predict, PredictRequest)
     response: Response = await handler(
         request, await parsed(partial(parse, kind, values), len(content))
     )
