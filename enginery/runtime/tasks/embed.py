@@ -28,7 +28,12 @@ from enginery.runtime.tasks.task import (
 )
 from enginery.runtime.tasks.text import TextOptions, TextTask, output_rows
 from enginery.runtime.text.pooling import Pooling, Vectors, read_pooling
-from enginery.runtime.text.tokenizer import OTHER_TOKENIZER, check_texts
+from enginery.runtime.text.tokenizer import (
+    OTHER_TOKENIZER,
+    check_texts,
+    describe_type,
+    require_list,
+)
 from enginery.runtime.text.vector_dtypes import VectorDtype, to_dtype
 
 TOKEN_OUTPUTS = ("last_hidden_state", "token_embeddings")
@@ -107,14 +112,14 @@ class PromptedTask(TextTask):
         self, inputs: Sequence[str | Sequence[int]], options: PromptOptions
     ) -> ModelInputs:
         """Tokenize texts, with the prompt in front; token ids are taken without a prompt."""
+        require_list(inputs, "text")
         texts = [item for item in inputs if isinstance(item, str)]
-        # Texts only, or a single string, which is refused. Token ids are checked one by one below.
-        if len(texts) == len(inputs) or isinstance(inputs, str | bytes):
+        if len(texts) == len(inputs):  # token ids are checked one by one below
             check_texts(inputs)
         for index, item in enumerate(inputs):
             if not isinstance(item, str | list | tuple | np.ndarray):
                 raise InputError(
-                    f"text {index} is a {type(item).__name__}, expected a string or token ids."
+                    f"text {index} is {describe_type(item)}, expected a string or token ids."
                 )
             if not self.takes_token_ids and not isinstance(item, str):
                 raise InputError(

@@ -33,7 +33,7 @@ from enginery.runtime.text.vector_dtypes import ARRAY_DTYPES, INT8_SCALE, Vector
 Dtype = Literal["float32", "int64", "string"]
 
 TokenVectors = list[NDArray[np.float32]]
-"""The type of one result with a vector for each token: float32 (tokens, dim)."""
+"""The type of results with a vector for each token: float32 (tokens, dim) each."""
 
 VECTOR = "embedding"
 """Name of the column and the tensor of vectors."""
