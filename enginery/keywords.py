@@ -4,7 +4,7 @@
 at run time.
 """
 
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 
 class ExportKeywords(TypedDict, total=False):
@@ -635,6 +635,8 @@ class GenerationKeywords(TypedDict, total=False):
     top_logprobs: int | None
     """Return the log-probability of each token, and those of this many most probable tokens; null
     for none."""
+    json_schema: dict[str, Any] | None
+    """The text is JSON of this schema (json-schema.org), and nothing else; null for any text."""
     renormalize_logits: bool
     """Take the log-softmax of the scores after all other changes, which changes the scores of beams
     whose tokens were banned."""

@@ -18,6 +18,7 @@ from PIL import Image
 
 from enginery import export_model, load_model
 from enginery.core.errors import InputError
+from enginery.runtime.generation import guide
 from enginery.serve.config import ServeConfig
 from tests import sounds
 from tests.serve.conftest import Running
@@ -706,6 +707,47 @@ def test_penalties_and_biases_reach_the_model(client, writer):
         logit_bias={"7": 3},
     )
     assert found.choices[0].text == wanted.text != plain.text
+
+
+def test_answers_keep_to_a_json_schema(client, monkeypatch):
+    pytest.importorskip("llguidance", reason="pip install 'enginery[guided]'")
+    monkeypatch.setattr(guide, "_WHITESPACE", " ?")  # random weights would write nothing else
+    schema = {
+        "type": "object",
+        "properties": {"warm": {"type": "boolean"}, "place": {"enum": ["Paris", "London"]}},
+        "required": ["warm", "place"],
+        "additionalProperties": False,
+    }
+    described = {"type": "json_schema", "json_schema": {"name": "pump", "schema": schema}}
+    asked = {"messages": MESSAGES, "model": "chatter", "max_tokens": 60, "temperature": 0}
+    found = client.chat.completions.create(**asked, response_format=described)
+    text = found.choices[0].message.content
+    answer = json.loads(text)
+    assert (answer["warm"] in (True, False), answer["place"] in ("Paris", "London")) == (True, True)
+    assert found.choices[0].finish_reason == "stop"
+    chunks = client.chat.completions.create(**asked, response_format=described, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+    found = client.chat.completions.create(**asked, response_format={"type": "json_object"})
+    assert found.choices[0].message.content.lstrip().startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"type": "json_schema"}, "response_format.json_schema.schema is null"),
+        ({"type": "json_schema", "json_schema": {"schema": 3}}, "found the number 3"),
+        ({"type": "grammar"}, "response_format.type: found the string 'grammar'"),
+        (
+            {"type": "json_schema", "json_schema": {"schema": {"enum": ["x" * 70_000]}}},
+            "expected at most 65536 characters",
+        ),
+    ],
+)
+def test_response_format_that_cannot_be_is_an_error(server, body, message):
+    asked = {"model": "chatter", "messages": MESSAGES, "response_format": body}
+    found = server("POST", "/v1/chat/completions", asked)
+    assert found.status == 400
+    assert message in found.json["error"]["message"]
 
 
 def test_generate_has_the_tokens_of_text_generation_inference(server, writer):

@@ -11,6 +11,7 @@ as in transformers.
 
 from __future__ import annotations
 
+import json
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from enginery.core.errors import ArtifactError, EngineryError, InputError, nearest
 from enginery.core.json_file import read_json
@@ -37,6 +38,7 @@ MAX_NEW_TOKENS = 2**20
 MAX_TOKEN_ID = 2**31 - 1
 MAX_BIASES = 1024
 MAX_TOP_LOGPROBS = 20
+MAX_SCHEMA_CHARACTERS = 65_536
 
 
 @dataclass(frozen=True)
@@ -138,9 +140,21 @@ _OFF: dict[str, Any] = {
 
 
 _NOT_OF_FILES = frozenset(
-    {"frequency_penalty", "logit_bias", "presence_penalty", "seed", "top_logprobs"}
+    {"frequency_penalty", "json_schema", "logit_bias", "presence_penalty", "seed", "top_logprobs"}
 )
 """Options that transformers does not have, so that they mean nothing in generation_config.json."""
+
+
+def _require_small(schema: dict[str, Any]) -> dict[str, Any]:
+    """Raise ValueError if a JSON schema is too large to be compiled for a request."""
+    try:
+        size = len(json.dumps(schema))
+    except (TypeError, ValueError, RecursionError):
+        raise ValueError("it is not JSON") from None
+    if size > MAX_SCHEMA_CHARACTERS:
+        raise ValueError(f"expected at most {MAX_SCHEMA_CHARACTERS} characters of JSON")
+    return schema
+
 
 _POSITIVE: dict[str, Any] = {"exclusiveMinimum": 0}
 
@@ -196,6 +210,8 @@ class GenerationOptions(BaseModel):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     """Return the log-probability of each token, and those of this many most probable tokens; null
     for none."""
+    json_schema: Annotated[dict[str, Any], AfterValidator(_require_small)] | None = None
+    """The text is JSON of this schema (json-schema.org), and nothing else; null for any text."""
     renormalize_logits: bool = False
     """Take the log-softmax of the scores after all other changes, which changes the scores of beams
     whose tokens were banned."""

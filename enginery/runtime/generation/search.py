@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from enginery.core.errors import InputError
+from enginery.runtime.generation.guide import Guide
 from enginery.runtime.generation.options import GenerationOptions
 from enginery.runtime.generation.processors import (
     Processor,
@@ -115,6 +116,8 @@ class Search(ABC):
     """The largest length, with the prompt."""
     stops: StopsAt | None = None
     """None if there are no stop strings."""
+    guide: Guide | None = None
+    """What keeps texts to a schema; None for any text."""
 
     done: bool = field(default=False, init=False)
     error: Exception | None = field(default=None, init=False)
@@ -128,6 +131,8 @@ class Search(ABC):
         options = self.options
         self._ends = frozenset(options.eos_token_id)
         self._processors = make_processors(options, prompt=len(self.prompt), longest=self.longest)
+        if self.guide is not None:
+            self._processors.append(self.guide)
         self._warpers = make_warpers(options) if options.do_sample else []
         self._random = np.random.default_rng(
             secrets.randbits(64) if options.seed is None else options.seed
@@ -173,6 +178,8 @@ class Search(ABC):
         if tokens[-1] in self._ends:
             return "stop"
         if self.stops is not None and self.stops(list(tokens[len(self.prompt) :])):
+            return "stop"
+        if self.guide is not None and self.guide.is_complete(tokens):
             return "stop"
         return "length" if len(tokens) >= self.longest else ""
 
@@ -517,7 +524,7 @@ class PromptedSearch(Search):
         if len(self._chosen) == len(self.rest):
             prompt = (*self.prompt, *self._chosen)
             self._search = _search_kind(self.options)(
-                prompt, self.options, self.longest, self.stops
+                prompt, self.options, self.longest, self.stops, self.guide
             )
         return Move([tokens[best]], [0])
 
@@ -583,6 +590,7 @@ def make_search(
     *,
     positions: int | None,
     stops: StopsAt | None = None,
+    guide: Guide | None = None,
     rest: Sequence[Sequence[int]] = (),
 ) -> Search:
     """Return the search of one input.
@@ -592,6 +600,7 @@ def make_search(
         options: the options.
         positions: the decoder's limit; None if it has none.
         stops: tells whether generated tokens end with a stop string; None without stop strings.
+        guide: keeps the texts to a schema; None for any text.
         rest: what follows the prompt before the first new token, see `PromptedSearch`.
 
     Raises:
@@ -599,5 +608,5 @@ def make_search(
     """
     longest = options.longest(len(prompt) + len(rest), positions)
     if rest:
-        return PromptedSearch(tuple(prompt), options, longest, stops, rest)
-    return _search_kind(options)(tuple(prompt), options, longest, stops)
+        return PromptedSearch(tuple(prompt), options, longest, stops, guide, rest)
+    return _search_kind(options)(tuple(prompt), options, longest, stops, guide)

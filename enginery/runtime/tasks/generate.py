@@ -21,6 +21,7 @@ from enginery.core.artifact.manifest import GraphRecord, Manifest
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.model.files import ModelConfig
 from enginery.runtime.decoder_graphs import DecoderGraphs, find_generating
+from enginery.runtime.generation.guide import Grammars
 from enginery.runtime.generation.inputs import (
     GenerationInputs,
     GenerationRow,
@@ -437,12 +438,15 @@ class Generate(Task):
         limit = self.limits.max_new_tokens
         if limit and longest - row.prompt_length > limit:
             options = options.model_copy(update={"max_new_tokens": limit})
-        stops = options.stop_strings
+        stops, guide = options.stop_strings, None
+        if options.json_schema is not None:
+            guide = self._grammars.guide(options.json_schema, prompt=row.prompt_length)
         search = make_search(
             row.prompt,
             options,
             positions=self.positions,
             rest=row.rest,
+            guide=guide,
             stops=(lambda tokens: any(stop in self.decode(tokens) for stop in stops))
             if stops
             else None,
@@ -462,6 +466,11 @@ class Generate(Task):
         hidden = self.reader.hidden
         shown = [token for token in tokens if token not in hidden]
         return self.tokenizer.decode(shown, skip_special=True)
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        """The vocabulary for JSON schemas; InputError if the package is not installed."""
+        return Grammars.open(self.tokenizer.state(), self.defaults.eos_token_id)
 
     @cached_property
     def token_bytes(self) -> TokenBytes:

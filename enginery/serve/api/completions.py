@@ -68,7 +68,6 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "function_call": ("none",),
     "functions": ([],),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -80,6 +79,25 @@ class StreamOptions(RequestBody):
     """Options of a stream."""
 
     include_usage: bool | None = None
+
+
+class ResponseFormat(RequestBody):
+    """What a text is: anything, or JSON."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+    """With the type `json_schema`: an object with the schema as `schema`."""
+
+    def to_option(self) -> dict[str, Any] | None:
+        """Return the schema of the text; None for any text."""
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return {"type": "object"}
+        schema = (self.json_schema or {}).get("schema")
+        if not isinstance(schema, dict):
+            raise invalid_value("response_format.json_schema.schema", "an object", schema)
+        return schema
 
 
 class SamplingRequest(RequestBody):
@@ -102,6 +120,7 @@ class SamplingRequest(RequestBody):
     logit_bias: Annotated[
         dict[str, Any] | None, Field(description="an object with a number for each token id")
     ] = None
+    response_format: ResponseFormat | None = None
     best_of: Any = None
 
 
@@ -135,7 +154,6 @@ class ChatRequest(SamplingRequest):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     function_call: Any = None
     functions: Any = None
-    response_format: Any = None
     tool_choice: Any = None
     tools: Any = None
 
@@ -482,6 +500,7 @@ def _options(body: SamplingRequest, task: Generate, max_tokens: int | None) -> d
         "frequency_penalty": body.frequency_penalty,
         "presence_penalty": body.presence_penalty,
         "logit_bias": body.logit_bias,
+        "json_schema": body.response_format and body.response_format.to_option(),
     }
     if body.temperature is not None:
         options |= {"do_sample": body.temperature >= _GREEDY_TEMPERATURE, "num_beams": 1}
