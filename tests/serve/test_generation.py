@@ -564,6 +564,8 @@ def test_chat_without_a_length_ends_at_the_models_or_servers_limit(client):
         ({"prompt": "a", "logprobs": 2, "echo": True}, "logprobs", "the tokens of a prompt"),
         ({"prompt": "a", "presence_penalty": 2.5}, "presence_penalty", "a number from -2 to 2"),
         ({"prompt": "a", "frequency_penalty": "x"}, "frequency_penalty", "a number from -2 to 2"),
+        ({"prompt": "a", "min_p": 0.1}, "min_p", "min_p: found the number 0.1, which is not"),
+        ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty", "from 0.01 to 100"),
         ({"prompt": "a", "n": 2, "temperature": 0}, "n", "greedy search has one text"),
         ({"prompt": "a", "n": 20, "temperature": 1}, None, "20 beams or sequences"),
         ({"prompt": "a", "stop": 3}, "stop", "stop"),
@@ -695,6 +697,7 @@ def test_tokens_behind_a_stop_string_have_no_logprobs(client, writer):
 
 def test_penalties_and_biases_reach_the_model(client, writer):
     options = {"frequency_penalty": 1.5, "presence_penalty": 0.5, "logit_bias": {7: 3}}
+    options["repetition_penalty"] = 1.2
     (wanted,) = writer.generate(TEXTS[:1], max_new_tokens=12, **options)
     (plain,) = writer.generate(TEXTS[:1], max_new_tokens=12)
     found = client.completions.create(
@@ -705,6 +708,7 @@ def test_penalties_and_biases_reach_the_model(client, writer):
         frequency_penalty=1.5,
         presence_penalty=0.5,
         logit_bias={"7": 3},
+        extra_body={"repetition_penalty": 1.2, "top_k": -1},
     )
     assert found.choices[0].text == wanted.text != plain.text
 

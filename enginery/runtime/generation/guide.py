@@ -103,10 +103,9 @@ class Guide:
         from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
         matcher = self._matcher(tokens)
-        if np.isnan(scores).any():
-            return scores  # the search says so
-        if matcher is None:
-            return np.full_like(scores, -np.inf)
+        # The search has the error of NaN, and a beam without a chance already has its score.
+        if matcher is None or np.isnan(scores).any():
+            return scores
         mask = allocate_token_bitmask(1, self.vocabulary)
         fill_next_token_bitmask(matcher, mask)
         if matcher.is_error():

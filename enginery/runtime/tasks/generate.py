@@ -440,6 +440,8 @@ class Generate(Task):
             options = options.model_copy(update={"max_new_tokens": limit})
         stops, guide = options.stop_strings, None
         if options.json_schema is not None:
+            if options.eos_token_id != self.defaults.eos_token_id:
+                raise InputError("json_schema: a text ends with the model's own eos_token_id.")
             guide = self._grammars.guide(options.json_schema, prompt=row.prompt_length)
         search = make_search(
             row.prompt,

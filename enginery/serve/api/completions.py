@@ -68,6 +68,7 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "function_call": ("none",),
     "functions": ([],),
+    "min_p": (0,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -115,6 +116,9 @@ class SamplingRequest(RequestBody):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    """Not in OpenAI's API, as the next; -1 or 0 for all tokens."""
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: Annotated[
@@ -122,6 +126,7 @@ class SamplingRequest(RequestBody):
     ] = None
     response_format: ResponseFormat | None = None
     best_of: Any = None
+    min_p: Any = None
 
 
 class CompletionRequest(SamplingRequest):
@@ -497,6 +502,8 @@ def _options(body: SamplingRequest, task: Generate, max_tokens: int | None) -> d
         "seed": body.seed,
         "top_p": body.top_p,
         "num_return_sequences": body.n or 1,
+        "top_k": None if body.top_k is None else max(body.top_k, 0),
+        "repetition_penalty": body.repetition_penalty,
         "frequency_penalty": body.frequency_penalty,
         "presence_penalty": body.presence_penalty,
         "logit_bias": body.logit_bias,
