@@ -4,7 +4,7 @@
 at run time.
 """
 
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 
 class ExportKeywords(TypedDict, total=False):
@@ -409,6 +409,12 @@ class PredictKeywords(TypedDict, total=False):
     dimensions: int
     """Number of leading dimensions of an embedding to keep, for models trained with Matryoshka
     representation learning; 0 for all."""
+    vectors: Literal["dense", "tokens", "sparse"]
+    """Vectors of a model that embeds: one for each text, or `tokens`, one for each token; `sparse`,
+    the weights of a SPLADE model for fill-mask."""
+    dtype: Literal["float32", "float16", "int8", "binary", "ubinary"]
+    """Type of the numbers of dense vectors: float16; int8 of vectors of length 1, times 127; or a
+    bit for each dimension, packed into int8 (`binary`) or uint8 (`ubinary`)."""
     prompt_name: str
     """A prompt of config_sentence_transformers.json; empty for the model's default."""
     max_answer_tokens: int
@@ -635,6 +641,17 @@ class GenerationKeywords(TypedDict, total=False):
     (false), or when none can (`never`)."""
     repetition_penalty: float
     """Divides positive logits of tokens that occurred, and multiplies negative ones."""
+    frequency_penalty: float
+    """Subtracted from a token's logit for each time that it was generated, as OpenAI defines it."""
+    presence_penalty: float
+    """Subtracted once from the logit of each token that was generated, as OpenAI defines it."""
+    logit_bias: dict[int, float]
+    """What is added to the logits of tokens, by their ids."""
+    top_logprobs: int | None
+    """Return the log-probability of each token, and those of this many most probable tokens; null
+    for none."""
+    json_schema: dict[str, Any] | None
+    """The text is JSON of this schema (json-schema.org), and nothing else; null for any text."""
     renormalize_logits: bool
     """Take the log-softmax of the scores after all other changes, which changes the scores of beams
     whose tokens were banned."""

@@ -50,7 +50,7 @@ HEADER = '''\
 at run time.
 """
 
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 '''
 
 INPUT_KEYWORDS = {

@@ -102,7 +102,11 @@ _TASK_OF_CLASS = {
 }
 """End of a class's name -> the task that Optimum infers."""
 _PARTS = ("TextModel", "VisionModel")
-_TASK_OF_MODULE = {"Pooling": "feature-extraction", "LogitScore": "text-classification"}
+_TASK_OF_MODULE = {
+    "Pooling": "feature-extraction",
+    "LogitScore": "text-classification",
+    "SpladePooling": "fill-mask",
+}
 
 
 def task_name(task: str) -> str:

@@ -67,7 +67,12 @@ class OutputColumns:
         import pyarrow as pa
 
         result_type = task.result_type_for(options)
-        columns = arrow_fields(result_type, items=options.max_items, dim=dim)
+        columns = arrow_fields(
+            result_type,
+            items=options.max_items,
+            dim=dim,
+            dtype=getattr(options, "dtype", "float32"),
+        )
         columns.append(pa.field(ERROR, pa.string()))
         names = tuple(_output_name(field.name, input_names, prefix) for field in columns)
         fields = [field.with_name(name) for field, name in zip(columns, names, strict=True)]

@@ -15,6 +15,8 @@ MAX_ROWS, MAX_TOKENS = 64, 512
 Activation = Literal["auto", "softmax", "sigmoid", "none"]
 Aggregation = Literal["none", "simple", "first", "average", "max"]
 Engine = Literal["local", "ray"]
+VectorKind = Literal["dense", "tokens", "sparse"]
+VectorDtype = Literal["float32", "float16", "int8", "binary", "ubinary"]
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,12 @@ class PredictConfig:
     dimensions: int = 0
     """Number of leading dimensions of an embedding to keep, for models trained with Matryoshka
     representation learning; 0 for all."""
+    vectors: VectorKind = "dense"
+    """Vectors of a model that embeds: one for each text, or `tokens`, one for each token; `sparse`,
+    the weights of a SPLADE model for fill-mask."""
+    dtype: VectorDtype = "float32"
+    """Type of the numbers of dense vectors: float16; int8 of vectors of length 1, times 127; or a
+    bit for each dimension, packed into int8 (`binary`) or uint8 (`ubinary`)."""
     prompt_name: str = ""
     """A prompt of config_sentence_transformers.json; empty for the model's default."""
     max_answer_tokens: int = 15

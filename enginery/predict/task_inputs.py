@@ -18,6 +18,7 @@ from enginery.runtime.providers.specification import ProviderSpec, parse_provide
 from enginery.runtime.tasks import manifest_tasks, supported_tasks
 from enginery.runtime.tasks.generate import Generate
 from enginery.runtime.tasks.task import Task, TaskOptionError, TaskOptions
+from enginery.runtime.tasks.views import VIEWS
 
 MAX_PAIR_CHARACTERS = 1_000_000
 """Maximum length of a text in a pair. Texts of a pair are tokenized whole, before they are
@@ -42,6 +43,7 @@ _TASK_OPTIONS = {
     "threshold": "threshold",
     "subtask": "subtask",
     "dimensions": "dimensions",
+    "dtype": "dtype",
     "prompt_name": "prompt_name",
     "max_tokens": "max_answer_tokens",
     "allow_none": "allow_no_answer",
@@ -69,8 +71,27 @@ def require_task(artifact: Artifact, config: PredictConfig) -> type[Task]:
     # A graph for texts and images embeds the images of a folder, and the texts of other inputs.
     wanted = "image" if config.format == "images" else tasks[0].modality
     task = next((task for task in tasks if task.modality == wanted), tasks[0])
+    task = choose_view(task, config)
     read_options(task, config)
     return task
+
+
+def choose_view(task: type[Task], config: PredictConfig) -> type[Task]:
+    """Return the view of a task that the options name, or the task itself.
+
+    Raises:
+        OptionError: the task has no such view.
+    """
+    if config.vectors == "dense":
+        return task
+    view = VIEWS[f"embed_{config.vectors}"]
+    if task is not view.of:
+        raise OptionError(
+            f"option 'vectors' is {config.vectors}, but the model {task.purpose}.",
+            do=f"Leave it out; it is for models for {' or '.join(view.of.tasks)}.",
+            option="vectors",
+        )
+    return view
 
 
 def column_names(task: type[Task], config: PredictConfig) -> tuple[str, ...]:
@@ -115,15 +136,16 @@ def read_options(task: type[Task], config: PredictConfig) -> TaskOptions:
             do="Leave it out; it is for models that generate texts.",
             option="generation",
         )
-    for option, purpose in (
-        ("candidate_labels", "classify texts or images"),
-        ("dimensions", "embed"),
-        ("return_timestamps", "transcribe with CTC"),
-        ("chunk_length_s", "transcribe with CTC"),
+    for option, is_given, purpose in (
+        ("candidate_labels", bool(config.candidate_labels), "classify texts or images"),
+        ("dimensions", bool(config.dimensions), "embed"),
+        ("dtype", config.dtype != "float32", "embed"),
+        ("return_timestamps", bool(config.return_timestamps), "transcribe with CTC"),
+        ("chunk_length_s", bool(config.chunk_length_s), "transcribe with CTC"),
     ):
-        if getattr(config, option) and option not in task.Options.model_fields:
+        if is_given and option not in task.Options.model_fields:
             raise OptionError(
-                f"option '{option}' is given, but the model does {' or '.join(task.tasks)}.",
+                f"option '{option}' is given, but the model {task.purpose}.",
                 do=f"Leave it out; it is for models that {purpose}.",
                 option=option,
             )

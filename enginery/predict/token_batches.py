@@ -34,6 +34,7 @@ from enginery.predict.task_inputs import read_options
 from enginery.predict.tokenizer_watchdog import TokenizerWatchdog
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.tasks.batch_runner import BatchRunner
+from enginery.runtime.tasks.results import TokenVectors
 from enginery.runtime.tasks.row_stream import (
     PREPARED_BATCHES,
     SWITCH_INTERVAL,
@@ -53,6 +54,7 @@ from enginery.runtime.tasks.task import (
     TaskOptions,
 )
 from enginery.runtime.tasks.text import TextTask
+from enginery.runtime.tasks.views import View
 from enginery.runtime.text.batching import GPU_MAX_ROWS, GPU_MAX_TOKENS
 from enginery.runtime.text.pooling import Vectors
 from enginery.runtime.text.tokenizer import TextTokenizer
@@ -158,7 +160,8 @@ class WindowRunner:
     ) -> WindowRunner:
         """Open a task of the artifact; raise the errors of `read_options` and `Task.open`."""
         limits = InputLimits(unproved=config.unproved)
-        task = definition.open(artifact, runner.record, limits)
+        view = definition if issubclass(definition, View) else None
+        task = (view.of if view else definition).open(artifact, runner.record, limits)
         if isinstance(task, TextTask):
             settings = {f.name: getattr(task.tokenizer, f.name) for f in fields(TextTokenizer)}
             task = replace(task, tokenizer=WatchedTokenizer(**settings))
@@ -170,6 +173,8 @@ class WindowRunner:
                 raise OptionError(error.message, option=error.field) from error
         on_cpu = runner.device.kind == "cpu"
         batches = BatchRunner(task, runner)
+        if view and isinstance(task, TextTask):
+            task = view.over(task, artifact)
         if isinstance(task, MediaTask) and not on_cpu:
             batches = PooledBatchRunner(task, runner, pool)
         return cls(
@@ -256,7 +261,7 @@ class WindowRunner:
         It is measured because not every graph declares it. The row has token ids, not a text,
         because a tokenizer may fail on any text.
         """
-        if self.task.result_type is not Vectors:
+        if self.task.result_type not in (Vectors, TokenVectors):
             return 0
         if isinstance(self.task, TextTask):
             limit = self.task.tokenizer.limit
@@ -266,7 +271,7 @@ class WindowRunner:
             work = self.task.preprocess([_GREY_IMAGE], self.options)
             outputs = self.batches.run(work.rows)
         (vector,) = self.task.postprocess(work, outputs, self.options)
-        return len(vector)
+        return int(vector.shape[-1])
 
     @property
     def _on_cpu(self) -> bool:

@@ -21,6 +21,7 @@ import base64
 import csv
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
@@ -367,7 +368,11 @@ def _parquet_writer(stream: _HashedStream, schema: Any) -> Any:
     import pyarrow.parquet as pq
 
     # Embeddings do not compress, and trying to takes longer than writing them.
-    vectors = [f.name for f in schema if pa.types.is_fixed_size_list(f.type)]
+    vectors = [
+        f.name
+        for f in schema
+        if _is_vector(f.type) or (pa.types.is_list(f.type) and _is_vector(f.type.value_type))
+    ]
     compression = {
         path: "none" if path.partition(".")[0] in vectors else "zstd" for path in _leaves(schema)
     }
@@ -449,18 +454,48 @@ def _csv_cell(cell: Any) -> str:
 
 
 def _cells(column: Any) -> Any:
-    """Return a column's values. Vectors stay float32 arrays, which print with fewer digits."""
+    """Return a column's values. Vectors stay arrays: float32 prints with fewer digits."""
     import pyarrow as pa
 
     dtype = column.type
-    if pa.types.is_fixed_size_list(dtype) and pa.types.is_float32(dtype.value_type):
-        flat = numeric_view(column.values)
-        rows = flat.reshape(-1, dtype.list_size)[column.offset :][: len(column)]
-        valid = column.is_valid().to_pylist()
-        return [row if is_valid else None for row, is_valid in zip(rows, valid, strict=True)]
+    if _is_vector(dtype) or (
+        pa.types.is_list(dtype) and (_is_number(dtype.value_type) or _is_vector(dtype.value_type))
+    ):
+        return _arrays(column)
     if pa.types.is_float32(dtype):
         return [None if cell is None else np.float32(cell) for cell in column.to_pylist()]
     return column.to_pylist()
+
+
+def _is_number(dtype: Any) -> bool:
+    import pyarrow as pa
+
+    return pa.types.is_floating(dtype) or str(dtype) in ("int8", "uint8", "int64")
+
+
+def _is_vector(dtype: Any) -> bool:
+    import pyarrow as pa
+
+    return pa.types.is_fixed_size_list(dtype) and _is_number(dtype.value_type)
+
+
+def _arrays(column: Any) -> list[Any]:
+    """Return the vectors, or lists of numbers or vectors, of a column; None for null."""
+    import pyarrow as pa
+
+    if pa.types.is_fixed_size_list(column.type):
+        flat = numeric_view(column.values)
+        rows = list(flat.reshape(-1, column.type.list_size)[column.offset :][: len(column)])
+    else:
+        values, offsets = column.values, column.offsets.to_pylist()
+        if _is_vector(values.type):
+            size = values.type.list_size
+            flat = numeric_view(values.values).reshape(-1, size)[values.offset :]
+        else:
+            flat = numeric_view(values)
+        rows = [flat[start:end] for start, end in itertools.pairwise(offsets)]
+    valid = column.is_valid().to_pylist()
+    return [row if is_valid else None for row, is_valid in zip(rows, valid, strict=True)]
 
 
 def _json(value: Any) -> str:

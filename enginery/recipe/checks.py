@@ -271,7 +271,7 @@ def _check_answers(options: PredictStage, task_name: str, input_format: str | No
     from enginery.core.datasets.reader import open_dataset
     from enginery.predict.columns import OutputColumns
     from enginery.predict.stage import input_options
-    from enginery.predict.task_inputs import column_names, read_options
+    from enginery.predict.task_inputs import choose_view, column_names, read_options
 
     # Some names are of two tasks: feature-extraction is of texts and of images.
     definitions = [definition for definition in task_classes() if task_name in definition.tasks]
@@ -295,6 +295,7 @@ def _check_answers(options: PredictStage, task_name: str, input_format: str | No
             f"{', '.join(supported_tasks())}.",
             do="Leave predict out, or export for another task.",
         )
+    task = choose_view(task, options)
     of_task = read_options(task, options)
     with _about("input"):
         if input_format:

@@ -17,7 +17,7 @@ from contextlib import closing
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack, cast, get_args, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,10 +60,12 @@ from enginery.runtime.tasks.task import (
     count_characters,
 )
 from enginery.runtime.tasks.text_generator import TextGenerator, open_rows
+from enginery.runtime.tasks.views import SparseVector, task_views
 from enginery.runtime.tasks.zero_shot import TEMPLATE
 from enginery.runtime.tasks.zero_shot_images import IMAGE_TEMPLATE
 from enginery.runtime.text.batching import GPU_MAX_ROWS, GPU_MAX_TOKENS
 from enginery.runtime.text.chat_template import Message
+from enginery.runtime.text.vector_dtypes import VectorDtype
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -87,7 +89,8 @@ class Model(Closeable):
 
     Call the method of its task: `embed`, `classify`, `tag`, `answer`, `fill`, `classify_images`,
     `embed_images`, `zero_shot_images`, `detect`, `segment`, `classify_audio`, `transcribe`, or
-    `generate` and `stream`; the methods of other tasks raise InputError. A method takes a list of
+    `generate` and `stream`; a model that embeds has `embed_tokens` as well, and one that fills
+    masks `embed_sparse`. The methods of other tasks raise InputError. A method takes a list of
     inputs and returns the results in the same order. Texts and audio that are longer than the model
     takes are truncated, and counted in `truncated`; texts beyond the `length_limit` of the artifact
     raise InputError.
@@ -116,6 +119,7 @@ class Model(Closeable):
         self.definition = cast("Task", rows.task)
         """The task, which preprocesses inputs and postprocesses outputs."""
         self._others = {cast("Task", other.task).verb: other for other in others}
+        self._views = task_views(self.definition, artifact)
         self.method = self.definition.verb
         """Name of the task's method."""
         self.truncated = 0
@@ -154,22 +158,45 @@ class Model(Closeable):
         """
         if isinstance(self._rows, TextGenerator):
             return self.generate(inputs, **{"num_return_sequences": 1, **options})
-        return self._run_rows(self._rows, inputs, options)
+        return self._run_rows(self._rows, self.definition, inputs, options)
 
     def _run_rows(
-        self, batches: BatchRunner, inputs: Sequence[Any], options: Mapping[str, Any]
+        self, batches: BatchRunner, task: Task, inputs: Sequence[Any], options: Mapping[str, Any]
     ) -> Any:
-        task = cast("Task", batches.task)
         read = task.Options.read(options)
         if isinstance(task, MediaTask):  # rows are large: do not hold all of them in memory
             media = ModelInputs([])
             rows = map(self._count, task.read_rows(inputs, read, media))
             return batches.answer_stream(rows, read, media)
         if self._on_gpu and isinstance(inputs, list | tuple) and len(inputs) > _FIRST_WINDOW:
-            return self._run_windows(batches, inputs, read)
+            return self._run_windows(batches, task, inputs, read)
         work = task.preprocess(inputs, read)
         outputs = batches.run_all([self._count(row) for row in work.rows])
         return task.postprocess(work, outputs, read)
+
+    @overload
+    def embed(
+        self,
+        texts: Sequence[str | Sequence[int]],
+        *,
+        truncate: bool | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        prompt_name: str = "",
+        dtype: Literal["float32"] = "float32",
+    ) -> NDArray[np.float32]: ...
+
+    @overload
+    def embed(
+        self,
+        texts: Sequence[str | Sequence[int]],
+        *,
+        truncate: bool | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        prompt_name: str = "",
+        dtype: VectorDtype,
+    ) -> NDArray[Any]: ...
 
     def embed(
         self,
@@ -179,7 +206,8 @@ class Model(Closeable):
         normalize: bool | None = None,
         dimensions: int | None = None,
         prompt_name: str = "",
-    ) -> NDArray[np.float32]:
+        dtype: VectorDtype = "float32",
+    ) -> NDArray[Any]:
         """Embed texts; pool and normalize as the model's sentence-transformers modules specify.
 
         Args:
@@ -191,17 +219,76 @@ class Model(Closeable):
                 representation learning (arXiv:2205.13147); None for all.
             prompt_name: name of a prompt in config_sentence_transformers.json; empty for the
                 model's default.
+            dtype: type of the numbers: float16; int8 of vectors of length 1, times 127; or a bit
+                for each dimension, packed into int8 (`binary`) or uint8 (`ubinary`).
 
         Returns:
-            float32 (len(texts), dim), or (len(texts), dimensions).
+            (len(texts), dim), or (len(texts), dimensions); of bits an eighth of that.
         """
-        vectors: NDArray[np.float32] = self._run_task(
+        vectors: NDArray[Any] = self._run_task(
             "embed",
             texts,
             truncate=truncate,
             normalize=normalize,
             dimensions=dimensions,
             prompt_name=prompt_name,
+            dtype=dtype,
+        )
+        return vectors
+
+    def embed_tokens(
+        self,
+        texts: Sequence[str | Sequence[int]],
+        *,
+        truncate: bool | None = None,
+        prompt_name: str = "",
+    ) -> list[NDArray[np.float32]]:
+        """Embed each token of texts: the model's token vectors, as they are before the pooling.
+
+        Args:
+            texts: see `embed`, for this and the others.
+            truncate: False raises an error for a text that is longer than the model takes.
+            prompt_name: name of a prompt.
+
+        Returns:
+            float32 (tokens, dim) for each text; its special tokens and its prompt count.
+
+        Raises:
+            InputError: the graph pools by itself, and has no output of token vectors.
+        """
+        vectors: list[NDArray[np.float32]] = self._run_task(
+            "embed_tokens", texts, truncate=truncate, prompt_name=prompt_name
+        )
+        return vectors
+
+    def embed_sparse(
+        self,
+        texts: Sequence[str | Sequence[int]],
+        *,
+        truncate: bool | None = None,
+        prompt_name: str = "",
+        max_active_dims: int | None = None,
+    ) -> list[SparseVector]:
+        """Embed texts as sparse vectors over the vocabulary, with a SPLADE model.
+
+        That is a model for fill-mask, whose logits become weights as in sentence-transformers'
+        SparseEncoder.
+
+        Args:
+            texts: see `embed`, for this and the two next.
+            truncate: False raises an error for a text that is longer than the model takes.
+            prompt_name: name of a prompt.
+            max_active_dims: keep only this many largest weights of a vector; None for all.
+
+        Returns:
+            The indices and values of the weights above 0 of each text.
+        """
+        vectors: list[SparseVector] = self._run_task(
+            "embed_sparse",
+            texts,
+            truncate=truncate,
+            prompt_name=prompt_name,
+            max_active_dims=max_active_dims,
         )
         return vectors
 
@@ -440,13 +527,34 @@ class Model(Closeable):
         )
         return segments
 
+    @overload
     def embed_images(
         self,
         images: Sequence[ImageInput],
         *,
         normalize: bool | None = None,
         dimensions: int | None = None,
-    ) -> NDArray[np.float32]:
+        dtype: Literal["float32"] = "float32",
+    ) -> NDArray[np.float32]: ...
+
+    @overload
+    def embed_images(
+        self,
+        images: Sequence[ImageInput],
+        *,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        dtype: VectorDtype,
+    ) -> NDArray[Any]: ...
+
+    def embed_images(
+        self,
+        images: Sequence[ImageInput],
+        *,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        dtype: VectorDtype = "float32",
+    ) -> NDArray[Any]:
         """Embed images; `notes` states which output of the graph the vectors come from.
 
         Args:
@@ -454,12 +562,13 @@ class Model(Closeable):
                 channels).
             normalize: True scales vectors to length 1.
             dimensions: number of leading dimensions to keep; None for all.
+            dtype: type of the numbers, see `embed`.
 
         Returns:
-            float32 (len(images), dim), or (len(images), dimensions).
+            (len(images), dim), or (len(images), dimensions); of bits an eighth of that.
         """
-        vectors: NDArray[np.float32] = self._run_task(
-            "embed_images", images, normalize=normalize, dimensions=dimensions
+        vectors: NDArray[Any] = self._run_task(
+            "embed_images", images, normalize=normalize, dimensions=dimensions, dtype=dtype
         )
         return vectors
 
@@ -601,7 +710,10 @@ class Model(Closeable):
     def _run_task(self, verb: str, inputs: Sequence[Any], **options: Any) -> Any:
         """Run the model on inputs; raise InputError if its task is another than `verb`."""
         if verb in self._others:
-            return self._run_rows(self._others[verb], inputs, options)
+            other = self._others[verb]
+            return self._run_rows(other, cast("Task", other.task), inputs, options)
+        if verb in self._views and isinstance(self._rows, BatchRunner):
+            return self._run_rows(self._rows, self._views[verb], inputs, options)
         if verb != self.method:
             raise self._other_task(verb)
         return self(inputs, **options)
@@ -630,14 +742,13 @@ class Model(Closeable):
         self._rows.close()
 
     def _run_windows(
-        self, batches: BatchRunner, inputs: Sequence[Any], options: TaskOptions
+        self, batches: BatchRunner, task: Task, inputs: Sequence[Any], options: TaskOptions
     ) -> RowValues:
         """Return the results of many inputs: batches run while other inputs are tokenized.
 
         Batches run in this thread, because CUDA graphs are replayed by the thread that recorded
         them.
         """
-        task = self.definition
         plan = batches.plan
         if not self._runner.profiles:  # an engine has limits of its own
             plan = partial(plan, max_rows=GPU_MAX_ROWS, max_tokens=GPU_MAX_TOKENS)

@@ -191,6 +191,7 @@ def make_app(
     app.state.metrics = metrics
     app.state.access_log, app.state.tracing, app.state.budget = access_log, tracing, budget
     app.state.openapi = cache(partial(_openapi_json, with_keys=bool(keys)))
+    app.state.docs = cache(lambda: _docs_html(app.state.openapi()))
     return app
 
 
@@ -284,6 +285,12 @@ def _openapi_json(*, with_keys: bool) -> bytes:
     from enginery.serve.api.openapi import openapi_json  # slow to build and rarely requested
 
     return openapi_json(ENDPOINTS, with_keys=with_keys)
+
+
+def _docs_html(openapi: bytes) -> bytes:
+    from enginery.serve.docs_page import docs_html  # as above
+
+    return docs_html(openapi)
 
 
 # -- routes and errors --------------------------------------------------------------------------

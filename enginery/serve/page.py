@@ -27,10 +27,14 @@ def page_html() -> bytes:
 @cache
 def page_headers() -> tuple[tuple[str, str], ...]:
     """Return the headers of the page, including its content security policy (w3.org/TR/CSP3)."""
+    return html_headers(page_html())
+
+
+def html_headers(html: bytes) -> tuple[tuple[str, str], ...]:
+    """Return the headers of a page that may run its own script, if it has one, and nothing else."""
     policy = {
         "default-src": "'none'",
-        "script-src": _hash("script"),
-        "style-src": _hash("style"),
+        **{f"{tag}-src": source for tag in ("script", "style") if (source := _hash(html, tag))},
         "connect-src": "'self'",
         "img-src": "data:",
         "base-uri": "'none'",
@@ -53,10 +57,17 @@ def page_response() -> Response:
     return Response(page_html(), headers=dict(page_headers()), media_type="text/html")
 
 
-def _hash(tag: str) -> str:
-    """Return the hash of the page's only element of this name, as a source in the policy."""
+def docs_response(html: bytes) -> Response:
+    """Return the response to `GET /docs`."""
+    return Response(html, headers=dict(html_headers(html)), media_type="text/html")
+
+
+def _hash(html: bytes, tag: str) -> str:
+    """Return the hash of a page's only element of this name, for the policy; empty without one."""
     # Browsers normalize line ends to \n before hashing; git may have checked out \r\n.
-    text = page_html().replace(b"\r\n", b"\n")
+    text = html.replace(b"\r\n", b"\n")
     elements = re.findall(rb"<%b>(.*?)</%b>" % ((tag.encode(),) * 2), text, re.DOTALL)
+    if not elements:
+        return ""
     (inside,) = elements
     return f"'sha256-{base64.b64encode(hashlib.sha256(inside).digest()).decode()}'"

@@ -5,17 +5,19 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import numpy as np
 import PIL.Image
 import pytest
+from numpy.typing import NDArray
 
 from enginery.core.errors import InputError
 from enginery.runtime import model as module
 from enginery.runtime.model import Model, load_model
 from enginery.runtime.tasks import TASKS
-from enginery.runtime.tasks.results import bare_type
+from enginery.runtime.tasks.results import TokenVectors, bare_type
+from enginery.runtime.tasks.views import VIEWS
 from enginery.runtime.text.pooling import Vectors
 from tests.tolerances import OUTPUTS
 
@@ -23,7 +25,7 @@ TEXTS = [f"the cat {'sleeps ' * (n * 7 % 11)}{n}" for n in range(60)]
 
 
 # Which options generation has depends on the model.
-FIXED_OPTIONS = {verb: task for verb, task in TASKS.items() if verb != "generate"}
+FIXED_OPTIONS = {verb: task for verb, task in {**TASKS, **VIEWS}.items() if verb != "generate"}
 
 
 @pytest.mark.parametrize("task", FIXED_OPTIONS.values(), ids=FIXED_OPTIONS)
@@ -40,8 +42,38 @@ def test_method_has_the_options_and_the_result_of_its_task(task):
         name: (field.default, option_types[name]) for name, field in options.items()
     }
     result_type = bare_type(task.result_type)
-    assert types["return"] == (Vectors if result_type is Vectors else list[result_type])
+    # Vectors may have other types than float32.
+    arrays = {Vectors: NDArray[Any], TokenVectors: TokenVectors}
+    assert types["return"] == arrays.get(result_type, list[result_type])
     assert [name for name in keywords if f"{name}:" not in method.__doc__] == []
+
+
+@pytest.mark.parametrize(
+    ("verb", "task", "item"),
+    [
+        ("embed", "feature-extraction", "text"),
+        ("embed_tokens", "feature-extraction", "text"),
+        ("classify", "text-classification", "text"),
+        ("tag", "token-classification", "text"),
+        ("answer", "question-answering", "question"),
+        ("fill", "fill-mask", "text"),
+        ("embed_sparse", "fill-mask", "text"),
+    ],
+)
+def test_inputs_that_are_no_list_are_an_error(tiny, verb, task, item):
+    """An iterator would be empty once its items were checked."""
+    with load_model(tiny.artifact("bert", task)) as model:
+        method = getattr(model, verb)
+        others = {None: "None", 3: "an int", "a": f"one {item}", b"a": f"one {item}"}
+        for value, found in others.items():
+            with pytest.raises(InputError, match=f"found {found}, expected a list of"):
+                method(value)
+        for value, found in (({"a": 1}, "a dict"), (iter(["a"]), "a list_iterator")):
+            with pytest.raises(InputError, match=f"found {found}, expected a list of {item}s"):
+                method(value)
+        for value in (None, 3, b"a", {"a": 1}, [["a"]], ("a", "b", "c")):
+            with pytest.raises(InputError, match=r" 0 |input 0 "):
+                method([value])
 
 
 def test_method_of_another_task_is_an_error(tiny):
@@ -151,7 +183,7 @@ def test_an_error_names_the_index_among_all_inputs(tiny, as_on_a_gpu):
         with pytest.raises(InputError, match=r"text 50 has no \[MASK\]"):
             as_on_a_gpu(model).fill(texts)
         texts[50] = None
-        with pytest.raises(InputError, match="text 50 is a NoneType, expected a string"):
+        with pytest.raises(InputError, match="text 50 is None, expected a string"):
             model.fill(texts)
     assert not own_threads()
 

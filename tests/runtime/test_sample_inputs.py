@@ -118,7 +118,7 @@ def test_no_more_than_a_part_of_the_texts_is_tokenized_at_one_time(bert, monkeyp
 def test_invalid_text_is_named_by_its_index(bert, monkeypatch):
     monkeypatch.setattr(real_inputs, "_TOKENIZED", 2)
     feeder = TextFeeder.open(bert, graph(bert))
-    with pytest.raises(InputError, match="text 4 is a int"):
+    with pytest.raises(InputError, match="text 4 is an int"):
         feeder.lengths(["a", "b", "c", "d", 5])
     with pytest.raises(InputError, match="text 3 contains a lone surrogate"):
         feeder.lengths(["a", "b", "c", "\ud800"])

@@ -21,5 +21,5 @@ def test_texts_of_several_prompts_keep_their_places(monkeypatch):
 
     monkeypatch.setattr(completions, "run_stream", steps)
     answer = completions._Answer(None, SimpleNamespace(inputs=["a", "b"]), 2, {})
-    texts = asyncio.run(answer.texts())
-    assert texts == [("0/0", "stop"), ("0/1", "stop"), ("1/0", "stop"), ("1/1", "stop")]
+    texts = [(piece.index, piece.text, piece.finish) for piece in asyncio.run(answer.texts())]
+    assert texts == [(0, "0/0", "stop"), (1, "0/1", "stop"), (2, "1/0", "stop"), (3, "1/1", "stop")]

@@ -18,12 +18,14 @@ from PIL import Image
 
 from enginery import export_model, load_model
 from enginery.core.errors import InputError
+from enginery.runtime.generation import guide
 from enginery.serve.config import ServeConfig
 from tests import sounds
 from tests.serve.conftest import Running
 from tests.serve.test_service import serving
 from tests.speech import save_whisper
 from tests.tiny_generators import save_image_reader, save_translator
+from tests.tolerances import OUTPUTS
 
 TEXTS = ["The engine", "Who built the bridge over the river in", "A"]
 TEMPLATE = (
@@ -557,14 +559,25 @@ def test_chat_without_a_length_ends_at_the_models_or_servers_limit(client):
         ({"prompt": "a", "max_tokens": 2000}, "max_tokens", "expected at most 1024"),
         ({"prompt": "a", "temperature": 3}, "temperature", "temperature: found the number 3"),
         ({"prompt": "a", "top_p": 0}, "top_p", "top_p"),
-        ({"prompt": "a", "logprobs": 2}, "logprobs", "logprobs: found the number 2, which is not"),
-        ({"prompt": "a", "logprobs": 0}, "logprobs", "not supported"),
-        ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty", "not supported"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs", "a whole number from 0 to 20"),
+        ({"prompt": "a", "logprobs": True}, "logprobs", "logprobs: found true"),
+        ({"prompt": "a", "logprobs": 2, "echo": True}, "logprobs", "the tokens of a prompt"),
+        ({"prompt": "a", "presence_penalty": 2.5}, "presence_penalty", "a number from -2 to 2"),
+        ({"prompt": "a", "frequency_penalty": "x"}, "frequency_penalty", "a number from -2 to 2"),
+        ({"prompt": "a", "min_p": 0.1}, "min_p", "min_p: found the number 0.1, which is not"),
+        ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty", "from 0.01 to 100"),
         ({"prompt": "a", "n": 2, "temperature": 0}, "n", "greedy search has one text"),
         ({"prompt": "a", "n": 20, "temperature": 1}, None, "20 beams or sequences"),
         ({"prompt": "a", "stop": 3}, "stop", "stop"),
         ({"prompt": "a", "stop": ["a"] * 60_000}, None, "found 60000 items, expected at most 16"),
-        ({"prompt": "a", "logit_bias": {"7": 1}}, "logit_bias", "not supported"),
+        ({"prompt": "a", "logit_bias": {"7": 101}}, None, "logit_bias.7: found 101"),
+        ({"prompt": "a", "logit_bias": {"600": 1}}, "logit_bias", "less than 600"),
+        ({"prompt": "a", "logit_bias": [7]}, "logit_bias", "an object with a number for each"),
+        (
+            {"prompt": ["a"] * 64, "logprobs": 20, "max_tokens": 1000},
+            None,
+            "1344000 log-probabilities, expected at most 524288",
+        ),
         ({"prompt": "pump " * 200}, None, "the model's limit is 128"),
         ({"prompt": ["a", ""], "target_language": "fr"}, None, "target_language"),
     ],
@@ -593,7 +606,9 @@ def test_wrong_field_is_named_in_openais_format(server, body, param, message):
             "messages[0].content[0]: found an object, expected a part of the type text",
         ),
         ("chatter", {"tools": [{"type": "function"}]}, "tools: found a list, which is not"),
-        ("chatter", {"logprobs": True}, "logprobs: found true, which is not supported"),
+        ("chatter", {"logprobs": 3}, "logprobs: found the number 3, expected true or false"),
+        ("chatter", {"top_logprobs": 3}, "top_logprobs is 3, but logprobs is not true"),
+        ("chatter", {"logprobs": True, "top_logprobs": 21}, "a whole number from 0 to 20"),
         ("chatter", {"max_tokens": 3, "max_completion_tokens": 4}, "expected one of them"),
     ],
 )
@@ -607,6 +622,149 @@ def test_fields_that_ask_for_nothing_are_taken(server):
     body = {"logprobs": None, "presence_penalty": 0, "best_of": 1, "user": "me", "stop": []}
     found = server("POST", "/v1/completions", {"model": "writer", "prompt": "a", **body})
     assert found.status == 200
+
+
+@pytest.fixture(scope="module")
+def chatter(artifacts):
+    with load_model(artifacts["chatter"]) as model:
+        yield model
+
+
+def test_completions_have_logprobs(client, writer):
+    """They are those of the tokens of the text, alone and in pieces."""
+    (wanted,) = writer.generate(TEXTS[:1], max_new_tokens=12, top_logprobs=2)
+    asked = {"model": "writer", "prompt": TEXTS[0], "max_tokens": 12, "temperature": 0}
+    choice = client.completions.create(**asked, logprobs=2).choices[0]
+    found, offsets = choice.logprobs, choice.logprobs.text_offset
+    assert choice.text == wanted.text
+    assert len(found.tokens) == len(wanted.tokens)
+    is_whole = ["\N{REPLACEMENT CHARACTER}" not in token for token in found.tokens]
+    assert sum(is_whole) > 3  # others are parts of characters
+    for token, offset, whole in zip(found.tokens, offsets, is_whole, strict=True):
+        assert not whole or choice.text.startswith(token, offset)
+    assert offsets == sorted(offsets)
+    assert found.token_logprobs == pytest.approx(
+        [entry.logprob for entry in wanted.logprobs], abs=OUTPUTS
+    )
+    for top, token, entry in zip(found.top_logprobs, found.tokens, wanted.logprobs, strict=True):
+        assert top[token] == max(top.values()) == pytest.approx(entry.logprob, abs=OUTPUTS)
+        assert 0 < len(top) <= 2
+    pieces = [
+        chunk.choices[0] for chunk in client.completions.create(**asked, logprobs=2, stream=True)
+    ]
+    assert [token for piece in pieces for token in piece.logprobs.tokens] == found.tokens
+    assert [at for piece in pieces for at in piece.logprobs.text_offset] == offsets
+    assert client.completions.create(**asked).choices[0].logprobs is None
+
+
+def test_chat_has_logprobs(client, chatter):
+    wanted = chatter.chat(MESSAGES, max_new_tokens=12, top_logprobs=3)
+    asked = {"model": "chatter", "messages": MESSAGES, "max_tokens": 12, "temperature": 0}
+    asked |= {"logprobs": True, "top_logprobs": 3}
+    choice = client.chat.completions.create(**asked).choices[0]
+    content = choice.logprobs.content
+    joined = b"".join(bytes(entry.bytes) for entry in content).decode(errors="replace")
+    assert joined.strip() == choice.message.content.strip()
+    assert len(content) == len(wanted.logprobs)
+    for entry, expected in zip(content, wanted.logprobs, strict=True):
+        assert entry.logprob == pytest.approx(expected.logprob, abs=OUTPUTS)
+        assert [top.logprob for top in entry.top_logprobs] == pytest.approx(
+            [logprob for _, logprob in expected.top], abs=OUTPUTS
+        )
+        assert entry.top_logprobs[0].token == entry.token  # greedy
+    chunks = list(client.chat.completions.create(**asked, stream=True))
+    streamed = [
+        entry
+        for chunk in chunks
+        if chunk.choices[0].logprobs
+        for entry in chunk.choices[0].logprobs.content
+    ]
+    assert [entry.token for entry in streamed] == [entry.token for entry in content]
+
+
+def test_tokens_behind_a_stop_string_have_no_logprobs(client, writer):
+    (whole,) = writer.generate(TEXTS[:1], max_new_tokens=12)
+    stop = whole.text[5:8]
+    asked = {"model": "writer", "prompt": TEXTS[0], "max_tokens": 12, "temperature": 0}
+    choice = client.completions.create(**asked, stop=[stop], logprobs=0).choices[0]
+    assert choice.finish_reason == "stop"
+    assert max(choice.logprobs.text_offset) < len(choice.text) < len(whole.text)
+    assert len(choice.logprobs.tokens) < 12
+    pieces = client.completions.create(**asked, stop=[stop], logprobs=0, stream=True)
+    tokens = [token for chunk in pieces for token in chunk.choices[0].logprobs.tokens]
+    assert tokens == choice.logprobs.tokens
+
+
+def test_penalties_and_biases_reach_the_model(client, writer):
+    options = {"frequency_penalty": 1.5, "presence_penalty": 0.5, "logit_bias": {7: 3}}
+    options["repetition_penalty"] = 1.2
+    (wanted,) = writer.generate(TEXTS[:1], max_new_tokens=12, **options)
+    (plain,) = writer.generate(TEXTS[:1], max_new_tokens=12)
+    found = client.completions.create(
+        model="writer",
+        prompt=TEXTS[0],
+        max_tokens=12,
+        temperature=0,
+        frequency_penalty=1.5,
+        presence_penalty=0.5,
+        logit_bias={"7": 3},
+        extra_body={"repetition_penalty": 1.2, "top_k": -1},
+    )
+    assert found.choices[0].text == wanted.text != plain.text
+
+
+def test_answers_keep_to_a_json_schema(client, monkeypatch):
+    pytest.importorskip("llguidance", reason="pip install 'enginery[guided]'")
+    monkeypatch.setattr(guide, "_WHITESPACE", " ?")  # random weights would write nothing else
+    schema = {
+        "type": "object",
+        "properties": {"warm": {"type": "boolean"}, "place": {"enum": ["Paris", "London"]}},
+        "required": ["warm", "place"],
+        "additionalProperties": False,
+    }
+    described = {"type": "json_schema", "json_schema": {"name": "pump", "schema": schema}}
+    asked = {"messages": MESSAGES, "model": "chatter", "max_tokens": 60, "temperature": 0}
+    found = client.chat.completions.create(**asked, response_format=described)
+    text = found.choices[0].message.content
+    answer = json.loads(text)
+    assert (answer["warm"] in (True, False), answer["place"] in ("Paris", "London")) == (True, True)
+    assert found.choices[0].finish_reason == "stop"
+    chunks = client.chat.completions.create(**asked, response_format=described, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+    found = client.chat.completions.create(**asked, response_format={"type": "json_object"})
+    assert found.choices[0].message.content.lstrip().startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"type": "json_schema"}, "response_format.json_schema.schema is null"),
+        ({"type": "json_schema", "json_schema": {"schema": 3}}, "found the number 3"),
+        ({"type": "grammar"}, "response_format.type: found the string 'grammar'"),
+        (
+            {"type": "json_schema", "json_schema": {"schema": {"enum": ["x" * 70_000]}}},
+            "expected at most 65536 characters",
+        ),
+    ],
+)
+def test_response_format_that_cannot_be_is_an_error(server, body, message):
+    asked = {"model": "chatter", "messages": MESSAGES, "response_format": body}
+    found = server("POST", "/v1/chat/completions", asked)
+    assert found.status == 400
+    assert message in found.json["error"]["message"]
+
+
+def test_generate_has_the_tokens_of_text_generation_inference(server, writer):
+    (wanted,) = writer.generate(TEXTS[:1], max_new_tokens=5, top_logprobs=2)
+    body = {"model": "writer", "inputs": TEXTS[0]}
+    for path, options in (("/generate", {}), ("/generate_stream", {})):
+        parameters = {"max_new_tokens": 5, "top_logprobs": 2, **options}
+        found = server("POST", path, {**body, "parameters": parameters})
+        last = found.json or json.loads(found.body.decode().strip().split("data: ")[-1])
+        details = last["details"]
+        assert [token["id"] for token in details["tokens"]] == list(wanted.tokens)
+        assert [len(top) for top in details["top_tokens"]] == [2] * len(wanted.tokens)
+        assert details["top_tokens"][0][0]["logprob"] == details["tokens"][0]["logprob"]
 
 
 # -- together -----------------------------------------------------------------------------------

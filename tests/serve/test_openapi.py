@@ -5,7 +5,7 @@ import re
 import warnings
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # its own, of packages that it imports
@@ -18,6 +18,8 @@ with warnings.catch_warnings():
 from enginery.serve.api.endpoints import Endpoint
 from enginery.serve.api.openapi import openapi_json
 from enginery.serve.app import ENDPOINTS
+from enginery.serve.docs_page import docs_html
+from enginery.serve.page import html_headers
 
 EXAMPLES = 5
 
@@ -64,6 +66,42 @@ def test_new_endpoint_is_in_the_document():
     found = json.loads(openapi_json([endpoint], with_keys=False))
     assert list(found["paths"]) == ["/x/{y}"]
     assert "Body" in found["components"]["schemas"]
+
+
+def test_page_of_the_routes_has_every_route_and_field():
+    """It is rendered by the server: no script, and nothing from elsewhere."""
+    openapi = openapi_json(ENDPOINTS, with_keys=True)
+    page = docs_html(openapi).decode()
+    for path, methods in json.loads(openapi)["paths"].items():
+        assert f"<code>{path}</code>" in page
+        for operation in methods.values():
+            assert f'id="{operation["operationId"]}"' in page
+    for name in re.findall(r'href="#([^"]+)"', page):
+        assert f'id="{name}"' in page
+    assert "<code>top_logprobs</code>" in page
+    assert "integer, 0 to 20" in page
+    assert not re.search(r"<script|https?://|url\(| on\w+=", page)
+    policy = dict(html_headers(page.encode()))["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "script-src" not in policy
+
+
+def test_page_of_the_routes_is_sent_as_html(running_one):
+    found = running_one("GET", "/docs")
+    assert (found.status, found.content_type) == (200, "text/html; charset=utf-8")
+    assert b"API key is needed" in found.body
+
+
+def test_names_in_the_page_of_the_routes_are_no_html():
+    class Body(BaseModel):
+        """<b>Bold</b>"""
+
+        inputs: str = Field(description="<script>x</script>")
+
+    endpoint = Endpoint("POST", "/x", None, "plain", "<i>X</i>", body=Body, response=list[int])
+    page = docs_html(openapi_json([endpoint], with_keys=False)).decode()
+    assert not re.search(r"<script|<b>|<i>", page)
+    assert "&lt;script&gt;x" in page
 
 
 CHECKS = [

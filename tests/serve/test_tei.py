@@ -10,9 +10,10 @@ from huggingface_hub.utils import reset_sessions
 from enginery import export_model, load_model
 from enginery.runtime.tasks.embed import VectorOptions, finish_vectors
 from enginery.serve.config import ServeConfig
+from enginery.serve.models import served_model
 from tests.serve.conftest import Running
 from tests.serve.doubles import StandInModel, application, ask
-from tests.tolerances import OUTPUTS, SCORES
+from tests.tolerances import LARGER, OUTPUTS, SCORES
 
 TEXTS = ["The engine is warm.", "Nobody knows."]
 
@@ -426,7 +427,7 @@ def test_brackets_and_quotes_of_a_text_are_no_objects(running):
 DOCUMENTS = ["a small cat", {"text": "the rain is cold"}, "Paris"]
 
 
-@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank"])
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank", "/models/ranker/rerank"])
 def test_documents_are_ranked_in_the_shape_of_cohere_and_jina(running, path):
     texts = ["a small cat", "the rain is cold", "Paris"]
     body = {"model": "ranker", "query": "Who sleeps?"}
@@ -453,11 +454,94 @@ def test_documents_are_ranked_in_the_shape_of_cohere_and_jina(running, path):
         ({"documents": [3]}, 422, "documents"),
         ({"documents": [{"title": "a"}]}, 422, "documents"),
         ({"top_n": 0}, 422, "top_n"),
+        ({"rank_fields": ["title", "text"]}, 422, 'expected ["text"]'),
+        ({"max_tokens_per_doc": 100}, 422, "expected the model's limit, 128, or more"),
+        ({"max_chunks_per_doc": 10}, 422, "max_chunks_per_doc: found 10, expected 1"),
         ({"model": "mood"}, 422, "has several labels, expected a reranker"),
         ({"model": "nothing"}, 404, "nothing"),
     ],
 )
 def test_documents_that_cannot_be_ranked_are_an_error(running, change, status, message):
     body = {"model": "ranker", "query": "Who?", "documents": ["a"], **change}
-    response = running("POST", "/v1/rerank", body)
-    assert (response.status, message in response.json["error"]) == (status, True)
+    for path in ("/v1/rerank", "/rerank"):
+        response = running("POST", path, body)
+        assert (response.status, message in response.json["error"]) == (status, True)
+
+
+def test_fields_of_cohere_that_change_nothing_are_taken(running):
+    body = {"model": "ranker", "query": "Who?", "documents": ["a", "b"]}
+    usual = {"rank_fields": ["text"], "max_tokens_per_doc": 4096, "max_chunks_per_doc": 1}
+    found = running("POST", "/v1/rerank", {**body, **usual}).json["results"]
+    assert found == running("POST", "/v1/rerank", body).json["results"]
+
+
+def test_embed_all_has_a_vector_for_each_token(running, tiny_paths):
+    with load_model(tiny_paths("vectors")["vectors"]) as model:
+        expected = model.embed_tokens(TEXTS)
+    for path in ("/embed_all", "/models/vectors/embed_all"):
+        found = running("POST", path, {"inputs": TEXTS}).json
+        for tokens, vectors in zip(found, expected, strict=True):
+            np.testing.assert_allclose(tokens, vectors, atol=OUTPUTS, rtol=LARGER)
+    assert len(running("POST", "/embed_all", {"inputs": [[5, 6]]}).json[0]) == 4
+
+
+def test_embed_sparse_has_the_weights_above_zero(running, tiny_paths):
+    with load_model(tiny_paths("filler")["filler"]) as model:
+        expected = model.embed_sparse(TEXTS)
+    found = running("POST", "/embed_sparse", {"inputs": TEXTS}).json
+    for weights, vector in zip(found, expected, strict=True):
+        assert [weight["index"] for weight in weights] == vector.indices.tolist()
+        values = [weight["value"] for weight in weights]
+        np.testing.assert_allclose(values, vector.values, atol=OUTPUTS, rtol=LARGER)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("/embed_all", {"inputs": "a", "model": "mood"}, 422, "expected a model that embeds"),
+        ("/embed_all", {"inputs": "a", "model": "pictures"}, 422, "expected a model that embeds"),
+        ("/embed_sparse", {"inputs": "a", "model": "vectors"}, 422, "expected a model that fills"),
+        ("/embed_all", {"inputs": "a", "prompt_name": "x"}, 422, "no prompt 'x'"),
+        ("/embed_sparse", {"inputs": "long " * 200, "truncate": False}, 413, "128 tokens"),
+    ],
+)
+def test_embed_all_and_embed_sparse_refuse(running, path, body, status, message):
+    found = running("POST", path, body)
+    assert found.status == status, found.json
+    assert message in found.json["error"]
+
+
+def test_results_are_counted_before_the_model_runs(running, monkeypatch):
+    monkeypatch.setattr(served_model, "_MAX_NUMBERS", 1200)
+    batches = running("GET", "/v2/models/stats").json
+    found = running("POST", "/embed_all", {"inputs": ["the pump is warm"] * 9})
+    assert (found.status, "expected at most 1200" in found.json["error"]) == (413, True)
+    found = running("POST", "/embed_sparse", {"inputs": ["a"] * 3})
+    assert (found.status, "up to 1800 numbers" in found.json["error"]) == (413, True)
+    counts = {
+        one["name"]: one["execution_count"]
+        for one in running("GET", "/v2/models/stats").json["model_stats"]
+    }
+    assert counts == {one["name"]: one["execution_count"] for one in batches["model_stats"]}
+    assert running("POST", "/embed_sparse", {"inputs": ["a"] * 2}).status == 200
+
+
+def test_vectors_of_other_types(running, vectors):
+    found = running("POST", "/embed", {"inputs": TEXTS, "model": "vectors", "dtype": "ubinary"})
+    assert found.json == np.packbits(vectors > 0, axis=1).tolist()
+    body = {"input": TEXTS, "model": "vectors", "dtype": "int8"}
+    found = running("POST", "/v1/embeddings", {**body, "encoding_format": "float"}).json
+    units = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    for item, unit in zip(found["data"], units, strict=True):
+        np.testing.assert_allclose(item["embedding"], 127 * unit, atol=0.6)
+    found = running("POST", "/v1/embeddings", {**body, "encoding_format": "base64"})
+    assert (found.status, "clients read as float32" in found.json["error"]["message"]) == (
+        400,
+        True,
+    )
+    tensors = {
+        "inputs": [{"name": "text", "datatype": "BYTES", "shape": [1], "data": ["a"]}],
+        "parameters": {"dtype": "int8"},
+    }
+    found = running("POST", "/v2/models/vectors/infer", tensors)
+    assert (found.status, "is float32" in found.json["error"]) == (422, True)

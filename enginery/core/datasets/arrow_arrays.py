@@ -16,18 +16,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_NUMBERS = {"int64": np.int64, "float": np.float32, "double": np.float64}
+_NUMBERS: dict[str, Any] = {
+    "int8": np.int8,
+    "uint8": np.uint8,
+    "int32": np.int32,
+    "int64": np.int64,
+    "halffloat": np.float16,
+    "float": np.float32,
+    "double": np.float64,
+}
 """Arrow type -> numpy type."""
 
 
-def to_arrow(values: Sequence[Any] | NDArray[np.float32], kind: Any) -> Any:
+def to_arrow(values: Sequence[Any] | NDArray[Any], kind: Any) -> Any:
     """Return a `pyarrow.Array` with the values.
 
     Args:
         values: strings, numbers, lists, or dicts with the fields of a struct; None for null.
-        kind: `pyarrow.DataType`: string, bool, int64, float32, float64, or lists and structs of
-            these. For a fixed-size list the values are float32 arrays of its size, or one array
-            (count, size).
+        kind: `pyarrow.DataType`: string, bool, a number, or lists and structs of these. For a list
+            the values may be arrays; for a fixed-size list they are arrays of its size, or one
+            array (count, size).
 
     Raises:
         TypeError: the type is not supported.
@@ -36,7 +44,9 @@ def to_arrow(values: Sequence[Any] | NDArray[np.float32], kind: Any) -> Any:
     import pyarrow as pa
 
     if isinstance(values, np.ndarray):
-        child = _numbers(np.asarray(values, np.float32).reshape(-1), kind.value_type, None)
+        if not pa.types.is_fixed_size_list(kind):
+            return _numbers(values.astype(_NUMBERS[str(kind)], copy=False), kind, None)
+        child = to_arrow(values.reshape(-1), kind.value_type)
         return pa.Array.from_buffers(kind, len(values), [None], children=[child])
     is_valid = np.fromiter((value is not None for value in values), bool, len(values))
     validity = None if is_valid.all() else _bits(is_valid)
@@ -55,7 +65,7 @@ def to_arrow(values: Sequence[Any] | NDArray[np.float32], kind: Any) -> Any:
             kind, len(values), [validity, _buffer(offsets), pa.py_buffer(content)]
         )
     if pa.types.is_fixed_size_list(kind):
-        flat = np.zeros((len(values), kind.list_size), np.float32)
+        flat = np.zeros((len(values), kind.list_size), _NUMBERS[str(kind.value_type)])
         for row, value in enumerate(values):
             if value is not None:
                 flat[row] = value
@@ -63,7 +73,9 @@ def to_arrow(values: Sequence[Any] | NDArray[np.float32], kind: Any) -> Any:
         return pa.Array.from_buffers(kind, len(values), [validity], children=[child])
     if pa.types.is_list(kind):
         lists = [() if value is None else value for value in values]
-        child = to_arrow([item for items in lists for item in items], kind.value_type)
+        arrays = [items for items in lists if isinstance(items, np.ndarray)]
+        items: Any = [item for items in lists for item in items] if not arrays else None
+        child = to_arrow(np.concatenate(arrays) if arrays else items, kind.value_type)
         buffers = [validity, _buffer(_offsets([len(items) for items in lists]))]
         return pa.Array.from_buffers(kind, len(values), buffers, children=[child])
     if pa.types.is_struct(kind):
@@ -82,11 +94,11 @@ def to_arrow(values: Sequence[Any] | NDArray[np.float32], kind: Any) -> Any:
 
 
 def numeric_view(array: Any) -> NDArray[Any]:
-    """Return a view of a `pyarrow.Array` of int32, int64, float32 or float64 as a numpy array.
+    """Return a view of a `pyarrow.Array` of numbers as a numpy array.
 
     The values of nulls are undefined. `to_numpy` would import pandas as well.
     """
-    dtype = np.dtype(np.int32 if str(array.type) == "int32" else _NUMBERS[str(array.type)])
+    dtype = np.dtype(_NUMBERS[str(array.type)])
     data = array.buffers()[1]
     count = len(array)
     if data is None or not count:

@@ -640,6 +640,15 @@ class PoolingConfig(_File):
         return [key for key, on in extras.items() if key.startswith("pooling_mode_") and on]
 
 
+class SpladePoolingConfig(_File):
+    """config.json of a SpladePooling module."""
+
+    FILE = "config.json"
+
+    pooling_strategy: String = "max"
+    activation_function: String = "relu"
+
+
 class DenseConfig(_File):
     """config.json of a Dense module."""
 
@@ -739,7 +748,11 @@ def has_embedding_modules(directory: Path) -> bool:
     Raises:
         ArtifactError: modules.json cannot be read.
     """
-    return any(kind not in ("Transformer", "LogitScore") for kind in module_kinds(directory))
+    kinds = module_kinds(directory)
+    # A SpladePooling makes vectors of the logits of a masked language model.
+    return "SpladePooling" not in kinds and any(
+        kind not in ("Transformer", "LogitScore") for kind in kinds
+    )
 
 
 _SIDE_FILES = (".json", ".txt", ".model", ".spm", ".jinja")

@@ -80,6 +80,13 @@ def export_with_transformers(
     )
     if config.task == "auto" and generates(model, task):
         task = f"{task}-with-past"
+    if generates(model, task) and getattr(model.config, "is_encoder_decoder", False):
+        raise ExportError(
+            f"task '{task}' is of graphs without a cache, which only Optimum makes of an encoder "
+            f"and a decoder such as {settings.model_type}'s.",
+            do=f"Set --task {task}-with-past, with which enginery generates; or leave it out.",
+            option="task",
+        )
     if task.endswith("-with-past") and config.layout == "optimum":
         raise ExportError(
             f"option 'layout' is optimum, but {settings.model_type} is not exported by Optimum, "

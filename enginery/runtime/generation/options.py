@@ -11,6 +11,7 @@ as in transformers.
 
 from __future__ import annotations
 
+import json
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from enginery.core.errors import ArtifactError, EngineryError, InputError, nearest
 from enginery.core.json_file import read_json
@@ -35,6 +36,9 @@ MAX_BEAMS = 64
 MAX_NEW_TOKENS = 2**20
 
 MAX_TOKEN_ID = 2**31 - 1
+MAX_BIASES = 1024
+MAX_TOP_LOGPROBS = 20
+MAX_SCHEMA_CHARACTERS = 65_536
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,9 @@ BOUNDS: Mapping[str, Bound] = {
     "bos_token_id": Bound(0, MAX_TOKEN_ID),
     "decoder_start_token_id": Bound(0, MAX_TOKEN_ID),
     "forced_bos_token_id": Bound(0, MAX_TOKEN_ID),
+    "frequency_penalty": Bound(-2, 2),
     "length_penalty": Bound(-10, 10),
+    "logit_bias": _list(MAX_BIASES),
     "max_length": Bound(1, MAX_NEW_TOKENS),
     "max_new_tokens": Bound(1, MAX_NEW_TOKENS),
     "min_length": Bound(0, MAX_NEW_TOKENS),
@@ -72,10 +78,12 @@ BOUNDS: Mapping[str, Bound] = {
     "num_beams": Bound(1, MAX_BEAMS),
     "num_return_sequences": Bound(1, MAX_BEAMS),
     "pad_token_id": Bound(0, MAX_TOKEN_ID),
+    "presence_penalty": Bound(-2, 2),
     "repetition_penalty": Bound(0.01, 100),
     "seed": Bound(0, 2**64 - 1),
     "temperature": Bound(1e-5, 1e5),
     "top_k": Bound(0, MAX_TOKEN_ID),
+    "top_logprobs": Bound(0, MAX_TOP_LOGPROBS),
     "top_p": Bound(1e-6, 1),
 }
 """The bounds of what a caller sets: of every number and list, also of those that a step of a search
@@ -131,6 +139,23 @@ _OFF: dict[str, Any] = {
 """Values beside the default that change no token."""
 
 
+_NOT_OF_FILES = frozenset(
+    {"frequency_penalty", "json_schema", "logit_bias", "presence_penalty", "seed", "top_logprobs"}
+)
+"""Options that transformers does not have, so that they mean nothing in generation_config.json."""
+
+
+def _require_small(schema: dict[str, Any]) -> dict[str, Any]:
+    """Raise ValueError if a JSON schema is too large to be compiled for a request."""
+    try:
+        size = len(json.dumps(schema))
+    except (TypeError, ValueError, RecursionError):
+        raise ValueError("it is not JSON") from None
+    if size > MAX_SCHEMA_CHARACTERS:
+        raise ValueError(f"expected at most {MAX_SCHEMA_CHARACTERS} characters of JSON")
+    return schema
+
+
 _POSITIVE: dict[str, Any] = {"exclusiveMinimum": 0}
 
 
@@ -174,6 +199,19 @@ class GenerationOptions(BaseModel):
     (false), or when none can (`never`)."""
     repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     """Divides positive logits of tokens that occurred, and multiplies negative ones."""
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    """Subtracted from a token's logit for each time that it was generated, as OpenAI defines it."""
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    """Subtracted once from the logit of each token that was generated, as OpenAI defines it."""
+    logit_bias: Annotated[
+        dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)
+    ] = {}
+    """What is added to the logits of tokens, by their ids."""
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    """Return the log-probability of each token, and those of this many most probable tokens; null
+    for none."""
+    json_schema: Annotated[dict[str, Any], AfterValidator(_require_small)] | None = None
+    """The text is JSON of this schema (json-schema.org), and nothing else; null for any text."""
     renormalize_logits: bool = False
     """Take the log-softmax of the scores after all other changes, which changes the scores of beams
     whose tokens were banned."""
@@ -231,6 +269,12 @@ class GenerationOptions(BaseModel):
                 f"num_return_sequences is {self.num_return_sequences}, but greedy search has one "
                 "result.",
                 do="Set num_beams or do_sample.",
+            )
+        if self.num_beams > 1 and self.top_logprobs is not None:
+            raise InputError(
+                f"num_beams is {self.num_beams}, but beam search has no log-probabilities of "
+                "tokens.",
+                do="Set num_beams to 1, or leave out top_logprobs or logprobs.",
             )
         if self.num_beams > 1 and self.num_return_sequences > self.num_beams:
             raise InputError(
@@ -310,7 +354,7 @@ def parse_generation_config(document: Mapping[str, Any], name: str) -> Generatio
     Raises:
         ArtifactError: a value is invalid, or a field is set that is not supported.
     """
-    known = GenerationOptions.model_fields.keys() | UNSUPPORTED.keys()
+    known = (GenerationOptions.model_fields.keys() - _NOT_OF_FILES) | UNSUPPORTED.keys()
     values = {
         field: value for field, value in document.items() if value is not None and field in known
     }
@@ -356,7 +400,7 @@ def check_bound(name: str, value: Any) -> None:
     """Raise InputError if a caller's value is beyond its bound; other types are checked later."""
     bound = BOUNDS[name]
     if bound.is_list:
-        values = value if isinstance(value, list | tuple) else [value]
+        values = list(value) if isinstance(value, list | tuple | dict) else [value]
         count = len(values)
         if count <= bound.most and not bound.item:
             count = sum(len(item) if isinstance(item, list | tuple) else 1 for item in values)

@@ -84,8 +84,16 @@ def make_processors(options: GenerationOptions, *, prompt: int, longest: int) ->
     """
     processors: list[Processor] = []
     ends = _array(options.eos_token_id)
+    # OpenAI's, which transformers does not have, in vLLM's order.
+    if options.logit_bias:
+        biased = np.array(list(options.logit_bias), np.int64)
+        biases = np.array(list(options.logit_bias.values()), np.float32)
+        processors.append(partial(_add, tokens_biased=biased, biases=biases))
     if options.repetition_penalty != 1.0:
         processors.append(partial(_penalize, penalty=options.repetition_penalty))
+    if options.frequency_penalty or options.presence_penalty:
+        penalties = (options.frequency_penalty, options.presence_penalty)
+        processors.append(partial(_discourage, prompt=prompt, penalties=penalties))
     if options.no_repeat_ngram_size:
         processors.append(Forbid(partial(_repeating, size=options.no_repeat_ngram_size)))
     # A bad word that is only an end token would never let a sequence end.
@@ -146,6 +154,27 @@ def _penalize(tokens: Tokens, scores: Scores, *, penalty: float) -> Scores:
     scores[present] = np.where(
         seen_scores < 0, seen_scores * np.float32(penalty), seen_scores / np.float32(penalty)
     )
+    return scores
+
+
+def _add(
+    _tokens: Tokens, scores: Scores, *, tokens_biased: NDArray[np.int64], biases: Scores
+) -> Scores:
+    is_token = tokens_biased < len(scores)
+    scores = scores.copy()
+    scores[tokens_biased[is_token]] += biases[is_token]
+    return scores
+
+
+def _discourage(
+    tokens: Tokens, scores: Scores, *, prompt: int, penalties: tuple[float, float]
+) -> Scores:
+    """Subtract the penalties of frequency and presence from tokens that were generated."""
+    generated = np.asarray(tokens[prompt:], np.int64)
+    present, counts = np.unique(generated, return_counts=True)
+    scores = scores.copy()
+    # platform.openai.com/docs/advanced-usage: the prompt does not count.
+    scores[present] -= (penalties[0] * counts + penalties[1]).astype(np.float32)
     return scores
 
 

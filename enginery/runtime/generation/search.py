@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from enginery.core.errors import InputError
+from enginery.runtime.generation.guide import Guide
 from enginery.runtime.generation.options import GenerationOptions
 from enginery.runtime.generation.processors import (
     Processor,
@@ -83,6 +84,16 @@ class Move:
 
 
 @dataclass(frozen=True)
+class TokenLogprob:
+    """The log-probability of a generated token, by the model's own logits."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """The most probable tokens of this place with theirs, best first."""
+
+
+@dataclass(frozen=True)
 class Hypothesis:
     """A finished sequence."""
 
@@ -92,6 +103,8 @@ class Hypothesis:
     """`stop` after an end token or a stop string, `length` at the largest length."""
     score: float | None = None
     """Score of a beam: the sum of log-probabilities, divided by a power of the length."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One for each token; none if they were not asked for."""
 
 
 @dataclass
@@ -105,6 +118,8 @@ class Search(ABC):
     """The largest length, with the prompt."""
     stops: StopsAt | None = None
     """None if there are no stop strings."""
+    guide: Guide | None = None
+    """What keeps texts to a schema; None for any text."""
     time_stamps: TimeStamps | None = None
     """None if the sequences have none."""
 
@@ -120,6 +135,8 @@ class Search(ABC):
         options = self.options
         self._ends = frozenset(options.eos_token_id)
         self._processors = make_processors(options, prompt=len(self.prompt), longest=self.longest)
+        if self.guide is not None:
+            self._processors.append(self.guide)
         if self.time_stamps is not None:  # they come last, as in transformers
             self._processors.append(partial(self.time_stamps, begin=len(self.prompt)))
         self._warpers = make_warpers(options) if options.do_sample else []
@@ -173,6 +190,8 @@ class Search(ABC):
             return "stop"
         if self.stops is not None and self.stops(list(tokens[len(self.prompt) :])):
             return "stop"
+        if self.guide is not None and self.guide.is_complete(tokens):
+            return "stop"
         return "length" if len(tokens) >= self.longest else ""
 
 
@@ -184,10 +203,12 @@ class SequentialSearch(Search):
     _running: list[int] = field(init=False)
     """The sequence of each row."""
     _finishes: list[str] = field(init=False)
+    _logprobs: list[list[TokenLogprob]] = field(init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         count = self.options.num_return_sequences
+        self._logprobs = [[] for _ in range(count)]
         self._sequences = [list(self.prompt) for _ in range(count)]
         self._running = [0]
         self._finishes = [""] * count
@@ -195,11 +216,12 @@ class SequentialSearch(Search):
     @property
     def need(self) -> Need:
         """The best token, those that a draw is among, or with processors all logits."""
-        if self._processors:
+        drawn = self._drawn if self.options.do_sample else 1
+        if self._processors or not drawn:
             return Need(logits=True)
-        if not self.options.do_sample:
-            return Need()
-        return Need(best=self._drawn) if self._drawn else Need(logits=True)
+        # With more than one come log-probabilities.
+        top = self.options.top_logprobs
+        return Need(best=drawn if top is None else max(drawn, top, 2))
 
     @property
     def _drawn(self) -> int:
@@ -218,7 +240,10 @@ class SequentialSearch(Search):
         tokens, parents, running = [], [], []
         for row, sequence in zip(rows, self._running, strict=True):
             tokens_so_far = self._sequences[sequence]
-            tokens_so_far.append(self._choose(candidates, row, tokens_so_far))
+            token = self._choose(candidates, row, tokens_so_far)
+            tokens_so_far.append(token)
+            if (top := self.options.top_logprobs) is not None:
+                self._logprobs[sequence].append(_logprob(candidates, row, token, top))
             self._finishes[sequence] = self._finish_of(tokens_so_far)
             if not self._finishes[sequence]:
                 running.append(sequence)
@@ -233,6 +258,8 @@ class SequentialSearch(Search):
     def greedy(self) -> SequentialSearch | None:
         """The search itself, once it has a token, unless more than the best token matters."""
         if self._processors or self.options.do_sample or len(self._sequences) > 1:
+            return None
+        if self.options.top_logprobs is not None:
             return None
         return self if len(self.tokens) > len(self.prompt) else None
 
@@ -251,8 +278,10 @@ class SequentialSearch(Search):
     def results(self) -> list[Hypothesis]:
         """Return the sequences; of greedy search there is one."""
         return [
-            Hypothesis(tuple(tokens[len(self.prompt) :]), finish or "length")
-            for tokens, finish in zip(self._sequences, self._finishes, strict=True)
+            Hypothesis(tuple(tokens[len(self.prompt) :]), finish or "length", None, tuple(logprobs))
+            for tokens, finish, logprobs in zip(
+                self._sequences, self._finishes, self._logprobs, strict=True
+            )
         ]
 
     def _choose(self, candidates: Candidates, row: int, tokens: Sequence[int]) -> int:
@@ -506,7 +535,7 @@ class PromptedSearch(Search):
         if len(self._chosen) == len(self.rest):
             prompt = (*self.prompt, *self._chosen)
             self._search = _search_kind(self.options)(
-                prompt, self.options, self.longest, self.stops, self.time_stamps
+                prompt, self.options, self.longest, self.stops, self.guide, self.time_stamps
             )
         return Move([tokens[best]], [0])
 
@@ -532,6 +561,22 @@ class PromptedSearch(Search):
     def results(self) -> list[Hypothesis]:
         """Return the results of the search; within the prompt, one without tokens."""
         return [Hypothesis((), "length")] if self._search is None else self._search.results()
+
+
+def _logprob(candidates: Candidates, row: int, token: int, top: int) -> TokenLogprob:
+    """Return the log-probability of a chosen token, and of the `top` most probable ones."""
+    if candidates.logits is not None:
+        logprobs = log_softmax(candidates.logits[row])
+        best = np.argpartition(-logprobs, min(top, len(logprobs) - 1))[:top]
+        best = best[np.argsort(-logprobs[best], kind="stable")]
+        chosen, tokens, values = logprobs[token], best, logprobs[best]
+    elif candidates.log_probs is not None:
+        tokens, values = candidates.tokens[row], candidates.log_probs[row]
+        chosen = values[int((tokens == token).argmax())]
+    else:
+        raise AssertionError("log-probabilities need candidates with theirs")
+    pairs = zip(tokens[:top].tolist(), values[:top].tolist(), strict=True)
+    return TokenLogprob(token, float(chosen), tuple(pairs))
 
 
 def _search_kind(options: GenerationOptions) -> type[SequentialSearch | BeamSearch]:
@@ -562,6 +607,7 @@ def make_search(
     *,
     positions: int | None,
     stops: StopsAt | None = None,
+    guide: Guide | None = None,
     rest: Sequence[Sequence[int]] = (),
     time_stamps: TimeStamps | None = None,
 ) -> Search:
@@ -572,6 +618,7 @@ def make_search(
         options: the options.
         positions: the decoder's limit; None if it has none.
         stops: tells whether generated tokens end with a stop string; None without stop strings.
+        guide: keeps the texts to a schema; None for any text.
         rest: what follows the prompt before the first new token, see `PromptedSearch`.
         time_stamps: the rules of time stamps; None for sequences without.
 
@@ -580,5 +627,5 @@ def make_search(
     """
     longest = options.longest(len(prompt) + len(rest), positions)
     if rest:
-        return PromptedSearch(tuple(prompt), options, longest, stops, time_stamps, rest)
-    return _search_kind(options)(tuple(prompt), options, longest, stops, time_stamps)
+        return PromptedSearch(tuple(prompt), options, longest, stops, guide, time_stamps, rest)
+    return _search_kind(options)(tuple(prompt), options, longest, stops, guide, time_stamps)

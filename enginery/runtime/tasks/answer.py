@@ -27,7 +27,7 @@ from enginery.runtime.tasks.task import (
     TaskOptions,
 )
 from enginery.runtime.tasks.text import TextTask, TooLongError, scan_cost
-from enginery.runtime.text.tokenizer import WINDOW, check_texts
+from enginery.runtime.text.tokenizer import WINDOW, check_texts, require_list
 
 MAX_ANSWER_TOKENS = 15
 
@@ -73,6 +73,7 @@ class Answer(TextTask):
 
         A context that is split into windows gets one row per window.
         """
+        require_list(inputs, "question")
         pairs = [_pair(item, index) for index, item in enumerate(inputs)]
         for part, role in enumerate(("question", "context")):
             check_texts([pair[part] for pair in pairs], what=role)

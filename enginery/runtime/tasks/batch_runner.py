@@ -65,7 +65,7 @@ class BatchRunner:
         shapes: list[tuple[int, ...]] = []
         if isinstance(row.content, Mapping):
             shapes = [row.content[spec.name].shape for spec in self.task.record.inputs]
-        return (type(self.task), row.reads_raw, row.group, *shapes)
+        return (type(self.task), row.reads_raw, row.form, row.group, *shapes)
 
     def _padded_sizes(self, row: Row) -> tuple[int, ...]:
         """Return the sizes of a row that are padded for engines; empty for no padding."""

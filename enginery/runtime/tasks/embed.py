@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,12 +28,20 @@ from enginery.runtime.tasks.task import (
 )
 from enginery.runtime.tasks.text import TextOptions, TextTask, output_rows
 from enginery.runtime.text.pooling import Pooling, Vectors, read_pooling
-from enginery.runtime.text.tokenizer import OTHER_TOKENIZER, check_texts
+from enginery.runtime.text.tokenizer import (
+    OTHER_TOKENIZER,
+    check_texts,
+    describe_type,
+    require_list,
+)
+from enginery.runtime.text.vector_dtypes import VectorDtype, to_dtype
 
 TOKEN_OUTPUTS = ("last_hidden_state", "token_embeddings")
 SENTENCE_OUTPUT = "sentence_embedding"
 """A text's vector as sentence-transformers' modules make it of the token vectors."""
 _PROJECTED, _POOLED = "text_embeds", "pooler_output"
+TOKENS = "embed_tokens"
+"""The form of rows whose tokens' vectors are wanted; the verb of that view."""
 
 _UNIT = 1e-6
 """Tolerance for a squared norm of 1: a model that normalizes in float32 leaves an error of 1e-7."""
@@ -48,35 +56,33 @@ class VectorOptions(TaskOptions):
     dimensions: Annotated[int, Field(ge=1)] | None = None
     """Keep only this many leading dimensions, for models trained with Matryoshka representation
     learning (arXiv:2205.13147); null for all."""
+    dtype: VectorDtype = "float32"
+    """Type of the numbers: float16; int8 of vectors of length 1, times 127; or a bit for each
+    dimension, packed into int8 (`binary`) or uint8 (`ubinary`)."""
 
 
-class EmbedOptions(TextOptions, VectorOptions):
-    """Options of `embed`."""
+class PromptOptions(TextOptions):
+    """Options of tasks whose texts may have a prompt in front."""
 
     prompt_name: str = ""
     """Name of a prompt in config_sentence_transformers.json; empty for the model's default."""
 
 
+class EmbedOptions(PromptOptions, VectorOptions):
+    """Options of `embed`."""
+
+
 @dataclass
-class Embed(TextTask):
-    """Embed texts; pool and normalize as the model's sentence-transformers modules specify."""
+class PromptedTask(TextTask):
+    """Base of the tasks that embed texts, with a prompt in front, or token ids without one."""
 
-    verb = "embed"
-    purpose = "embeds texts"
-    tasks = ("feature-extraction",)
     inputs = (replace(TextTask.inputs[0], takes_token_ids=True),)
-    result_type = Vectors
-    Options = EmbedOptions
+    Options: ClassVar[type[TaskOptions]] = PromptOptions
 
-    pooling: Pooling | None
-    """The pooling of token vectors; None if the graph pools and has no output of them, or the
-    model's files have another rule."""
-    prompts: dict[str, str]
+    prompts: dict[str, str] = field(default_factory=dict, kw_only=True)
     """The prompts of config_sentence_transformers.json, by name."""
-    default_prompt: str
+    default_prompt: str = field(default="", kw_only=True)
     """Name of the prompt that applies if a call names none; empty for no prompt."""
-    truncate_dim: int | None = None
-    """Number of leading dimensions that are kept if a call does not say; None for all."""
     takes_token_ids: bool = field(default=True, kw_only=True)
     """False to reject lists of token ids: nothing tells of which tokenizer they are."""
     _prompt_tokens: dict[str, int] = field(default_factory=dict, init=False, repr=False)
@@ -93,6 +99,89 @@ class Embed(TextTask):
     def _read_settings(
         cls, artifact: Artifact, record: GraphRecord
     ) -> tuple[list[str], dict[str, Any]]:
+        notes, settings = super()._read_settings(artifact, record)
+        sentence = SentenceTransformersConfig.read(artifact.path)
+        prompts = {name: prompt or "" for name, prompt in sentence.prompts.items()}
+        return notes, {
+            **settings,
+            "prompts": prompts,
+            "default_prompt": sentence.default_prompt_name,
+        }
+
+    def preprocess(
+        self, inputs: Sequence[str | Sequence[int]], options: PromptOptions
+    ) -> ModelInputs:
+        """Tokenize texts, with the prompt in front; token ids are taken without a prompt."""
+        require_list(inputs, "text")
+        texts = [item for item in inputs if isinstance(item, str)]
+        if len(texts) == len(inputs):  # token ids are checked one by one below
+            check_texts(inputs)
+        for index, item in enumerate(inputs):
+            if not isinstance(item, str | list | tuple | np.ndarray):
+                raise InputError(
+                    f"text {index} is {describe_type(item)}, expected a string or token ids."
+                )
+            if not self.takes_token_ids and not isinstance(item, str):
+                raise InputError(
+                    f"input {index} is a list of token ids, which this server does not take: "
+                    "nothing tells whether they are ids of the model's own tokenizer.",
+                    do=f"Send texts. {OTHER_TOKENIZER}",
+                )
+        name = options.prompt_name or self.default_prompt
+        prompt, prompt_tokens = self._prompt(name) if name else ("", 0)
+        prepared = [self.tokenizer.prepare(prompt + text) for text in texts]
+        encoded = iter(self.tokenizer.encode(prepared, offsets=False))
+        encodings = [
+            next(encoded) if isinstance(item, str) else self.tokenizer.encode_ids(item, index)
+            for index, item in enumerate(inputs)
+        ]
+        rows = self.rows(encodings, options)
+        for row, item in zip(rows, inputs, strict=True):
+            row.prompt_tokens = prompt_tokens if isinstance(item, str) else 0
+        return ModelInputs(rows)
+
+    def _prompt(self, name: str) -> tuple[str, int]:
+        """Return the text of a prompt and the number of leading tokens that it takes up."""
+        if name not in self.prompts:
+            raise InputError(
+                f"the model has no prompt '{name}'{nearest(name, self.prompts)}",
+                do=f"Its prompts: {', '.join(self.prompts) or 'none'}.",
+            )
+        prompt = self.prompts[name]
+        if name in self._prompt_tokens:
+            return prompt, self._prompt_tokens[name]
+        try:
+            (encoding,) = self.tokenizer.encode([self.tokenizer.prepare(prompt)])
+        except InputError as error:
+            message = error.message.replace("text 0", f"prompt '{name}'", 1)
+            raise InputError(message) from error
+        # The tokenizer ends the prompt with a special token; within a text the prompt has none.
+        ends_special = bool(encoding.special_tokens_mask and encoding.special_tokens_mask[-1])
+        self._prompt_tokens[name] = len(encoding.ids) - ends_special
+        return prompt, self._prompt_tokens[name]
+
+
+@dataclass
+class Embed(PromptedTask):
+    """Embed texts; pool and normalize as the model's sentence-transformers modules specify."""
+
+    verb = "embed"
+    purpose = "embeds texts"
+    tasks = ("feature-extraction",)
+    result_type: ClassVar[Any] = Vectors
+    Options: ClassVar[type[TaskOptions]] = EmbedOptions
+
+    pooling: Pooling | None
+    """The pooling of token vectors; None if the graph pools and has no output of them, or the
+    model's files have another rule."""
+    truncate_dim: int | None = None
+    """Number of leading dimensions that are kept if a call does not say; None for all."""
+
+    @classmethod
+    def _read_settings(
+        cls, artifact: Artifact, record: GraphRecord
+    ) -> tuple[list[str], dict[str, Any]]:
+        _, settings = super()._read_settings(artifact, record)
         outputs = [spec.name for spec in record.outputs]
         pooling: Pooling | None = None
         vector = vector_output(record, ModelConfig.read(artifact.path))
@@ -117,12 +206,7 @@ class Embed(TextTask):
                 f"vectors are cut to their first {sentence.truncate_dim} numbers: truncate_dim in "
                 f"{SentenceTransformersConfig.FILE}"
             )
-        return notes, {
-            "pooling": pooling,
-            "truncate_dim": sentence.truncate_dim,
-            "prompts": {name: prompt or "" for name, prompt in sentence.prompts.items()},
-            "default_prompt": sentence.default_prompt_name,
-        }
+        return notes, {**settings, "pooling": pooling, "truncate_dim": sentence.truncate_dim}
 
     @cached_property
     def graph_dim(self) -> int:
@@ -155,36 +239,11 @@ class Embed(TextTask):
         """The modes of the pooling, such as `mean`; `model` if the graph makes the vectors."""
         return ("model",) if self._vector or self.pooling is None else self.pooling.modes
 
-    def preprocess(
-        self, inputs: Sequence[str | Sequence[int]], options: EmbedOptions
-    ) -> ModelInputs:
+    def preprocess(self, inputs: Sequence[str | Sequence[int]], options: Any) -> ModelInputs:
         """Tokenize texts, with the prompt in front; token ids are taken without a prompt."""
         if options.dimensions:
             require_dimensions(options, self.graph_dim)
-        texts = [item for item in inputs if isinstance(item, str)]
-        # Texts only, or a single string, which is refused. Token ids are checked one by one below.
-        if len(texts) == len(inputs) or isinstance(inputs, str | bytes):
-            check_texts(inputs)
-        for index, item in enumerate(inputs):
-            if not isinstance(item, str | list | tuple | np.ndarray):
-                raise InputError(
-                    f"text {index} is a {type(item).__name__}, expected a string or token ids."
-                )
-            if not self.takes_token_ids and not isinstance(item, str):
-                raise InputError(
-                    f"input {index} is a list of token ids, which this server does not take: "
-                    "nothing tells whether they are ids of the model's own tokenizer.",
-                    do=f"Send texts. {OTHER_TOKENIZER}",
-                )
-        name = options.prompt_name or self.default_prompt
-        prompt, prompt_tokens = self._prompt(name) if name else ("", 0)
-        prepared = [self.tokenizer.prepare(prompt + text) for text in texts]
-        encoded = iter(self.tokenizer.encode(prepared, offsets=False))
-        encodings = [
-            next(encoded) if isinstance(item, str) else self.tokenizer.encode_ids(item, index)
-            for index, item in enumerate(inputs)
-        ]
-        rows = self.rows(encodings, options)
+        work = super().preprocess(inputs, options)
         # The graph's vectors are normalized if the model's are.
         reads_raw = bool(
             options.normalize is False
@@ -192,15 +251,19 @@ class Embed(TextTask):
             and self.pooling is not None
             and self.pooling.normalize
         )
-        for row, item in zip(rows, inputs, strict=True):
-            row.prompt_tokens = prompt_tokens if isinstance(item, str) else 0
+        for row in work.rows:
             row.reads_raw = reads_raw
-        return ModelInputs(rows)
+        return work
 
     def split(
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
-    ) -> Vectors:
-        """Return pooled vectors, normalized only by the graph: float32 (len(rows), dim)."""
+    ) -> RowValues:
+        """Return pooled vectors, normalized only by the graph: float32 (len(rows), dim).
+
+        Of rows with the form `embed_tokens`, return those of each token: (tokens, dim) each.
+        """
+        if rows[0].form == TOKENS:
+            return self.token_outputs(rows, outputs, *self.outputs_read(raw=True))
         for name in (self._vector, *TOKEN_OUTPUTS):
             if name in outputs:
                 output_rows(outputs, name, rows, tokens=name in TOKEN_OUTPUTS)
@@ -218,8 +281,8 @@ class Embed(TextTask):
 
     def postprocess(
         self, work: ModelInputs, outputs: Sequence[Any], options: EmbedOptions
-    ) -> Vectors:
-        """Return float32 (texts, dim)."""
+    ) -> NDArray[Any]:
+        """Return the vectors, (texts, dim)."""
         normalizes = self.pooling is not None and self.pooling.normalize and not self._vector
         if self.truncate_dim and options.dimensions is None:
             size = len(outputs[0]) if len(outputs) else self.graph_dim or self.truncate_dim
@@ -229,26 +292,6 @@ class Embed(TextTask):
     def describe(self, result: Vectors) -> str:
         """Return the number of dims."""
         return f"{len(result)} dims"
-
-    def _prompt(self, name: str) -> tuple[str, int]:
-        """Return the text of a prompt and the number of leading tokens that it takes up."""
-        if name not in self.prompts:
-            raise InputError(
-                f"the model has no prompt '{name}'{nearest(name, self.prompts)}",
-                do=f"Its prompts: {', '.join(self.prompts) or 'none'}.",
-            )
-        prompt = self.prompts[name]
-        if name in self._prompt_tokens:
-            return prompt, self._prompt_tokens[name]
-        try:
-            (encoding,) = self.tokenizer.encode([self.tokenizer.prepare(prompt)])
-        except InputError as error:
-            message = error.message.replace("text 0", f"prompt '{name}'", 1)
-            raise InputError(message) from error
-        # The tokenizer ends the prompt with a special token; within a text the prompt has none.
-        ends_special = bool(encoding.special_tokens_mask and encoding.special_tokens_mask[-1])
-        self._prompt_tokens[name] = len(encoding.ids) - ends_special
-        return prompt, self._prompt_tokens[name]
 
 
 def vector_output(record: GraphRecord, config: ModelConfig) -> str:
@@ -272,7 +315,7 @@ def finish_vectors(
     *,
     dim: int = 0,
     model_normalizes: bool,
-) -> Vectors:
+) -> NDArray[Any]:
     """Truncate vectors to `dimensions` and normalize them as the options or the model specify.
 
     A vector of zeros is returned unchanged.
@@ -284,13 +327,14 @@ def finish_vectors(
         model_normalizes: the model's own files specify vectors of length 1.
 
     Returns:
-        float32 (n, dim), or (n, dimensions).
+        (n, dim), or (n, dimensions), in the `dtype` of the options.
 
     Raises:
         TaskOptionError: the vectors have fewer than `dimensions` numbers.
+        InputError: a number has no value in `dtype`.
     """
     if not len(vectors):
-        return np.empty((0, options.dimensions or dim), np.float32)
+        return to_dtype(np.empty((0, options.dimensions or dim), np.float32), options.dtype)
     finished = np.asarray(vectors, np.float32)
     # The model's own normalization is part of its vectors and comes before they are cut; one that
     # is asked for comes last, so that the result has length 1.
@@ -301,7 +345,7 @@ def finish_vectors(
         finished = np.ascontiguousarray(finished[:, : options.dimensions])
     if options.normalize:
         finished = unit_vectors(finished)
-    return finished
+    return to_dtype(finished, options.dtype)
 
 
 def require_dimensions(options: VectorOptions, size: int) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError, InputError
 from enginery.runtime.tasks.results import Nested, Result
 from enginery.runtime.tasks.task import (
@@ -19,7 +21,10 @@ from enginery.runtime.tasks.task import (
     Row,
 )
 from enginery.runtime.tasks.text import TextOptions, TextTask, softmax
+from enginery.runtime.text.splade import SpladePooling, read_splade_pooling
 
+SPARSE = "embed_sparse"
+"""The form of rows whose sparse vectors are wanted; the verb of that view."""
 _MAX_DESCRIBED = 3
 _LIGHT_TOKENS = 2000
 
@@ -61,6 +66,15 @@ class Fill(TextTask):
     result_type = MaskFillings
     Options = FillOptions
 
+    splade: SpladePooling | None = field(default_factory=SpladePooling, kw_only=True)
+    """How logits become sparse vectors; None if the model's modules say nothing of it."""
+
+    @classmethod
+    def _read_settings(
+        cls, artifact: Artifact, record: GraphRecord
+    ) -> tuple[list[str], dict[str, Any]]:
+        return [], {"splade": read_splade_pooling(artifact.path)}
+
     def preprocess(self, inputs: Sequence[str], options: FillOptions) -> ModelInputs:
         """Tokenize each text into one row; raise InputError for a text without a mask."""
         work = super().preprocess(inputs, options)
@@ -81,8 +95,11 @@ class Fill(TextTask):
     ) -> list[Any]:
         """Return the logits at the masks of each row: (masks, vocabulary).
 
-        The logits of all tokens would take megabytes per row.
+        Of rows with the form `embed_sparse`, return the weights of each; see `SpladePooling`. The
+        logits of all tokens would take megabytes per row.
         """
+        if rows[0].form == SPARSE and self.splade is not None:
+            return [self.splade(logits) for logits in self.token_outputs(rows, outputs, "logits")]
         mask_id = self._mask_id()
         return [
             logits[[index for index, token in enumerate(row.content.ids) if token == mask_id]]

@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Annotated, Any, ClassVar, Self
 
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from enginery.core.errors import ArtifactError, InputError
 from enginery.core.model.files import ModelConfig
 from enginery.runtime.audio.transcript import ChunkTokens, SpeechChunk, describe_chunks
 from enginery.runtime.decoder_graphs import DecoderGraphs, find_generating
+from enginery.runtime.generation.guide import Grammars
 from enginery.runtime.generation.inputs import (
     GenerationInputs,
     GenerationRow,
@@ -32,12 +33,13 @@ from enginery.runtime.generation.inputs import (
     require_prepared,
 )
 from enginery.runtime.generation.options import (
+    DEFAULT_NEW_TOKENS,
     GenerationOptions,
     check_bound,
     read_generation_config,
 )
 from enginery.runtime.generation.recording import Recording, RecordingPart
-from enginery.runtime.generation.search import Hypothesis, Search, make_search
+from enginery.runtime.generation.search import Hypothesis, Search, TokenLogprob, make_search
 from enginery.runtime.generation.stream import TextStream
 from enginery.runtime.tasks.results import Alternatives, ColumnName, Result
 from enginery.runtime.tasks.task import (
@@ -55,11 +57,14 @@ from enginery.runtime.tasks.task import (
 )
 from enginery.runtime.tasks.text import ComparedLengths
 from enginery.runtime.text.chat_template import ChatTemplate, Message
+from enginery.runtime.text.token_bytes import TokenBytes
 from enginery.runtime.text.tokenizer import TextTokenizer
 
 _PROBE_TOKENS = 2
 _TOKENS_PER_SECOND = 50
 """What a second of a recording counts for in a queue: Whisper has a position for 20 ms."""
+_MAX_LOGPROBS = 2**19
+"""Maximum number of log-probabilities of a request to a server; one takes about 200 bytes."""
 _COMPARED = ("bad_words_ids", "eos_token_id", "forced_eos_token_id", "stop_strings")
 """Lists that each step compares with every text, in the thread that all requests share."""
 _FORM_OPTIONS = (
@@ -91,6 +96,8 @@ class Generation(Result):
     without."""
     prompt_tokens: Annotated[int, ColumnName("")] = 0
     """Number of tokens of the input; 1 for an image or audio."""
+    logprobs: Annotated[tuple[TokenLogprob, ...], ColumnName("")] = ()
+    """The log-probabilities of the new tokens; none without `top_logprobs`."""
 
 
 @dataclass(frozen=True)
@@ -206,6 +213,7 @@ class TextSearch:
                 sequence.finish,
                 sequence.score,
                 self.prompt_tokens,
+                sequence.logprobs,
             )
             for text, sequence in zip(self.texts, sequences, strict=True)
         ]
@@ -335,6 +343,11 @@ class Generate(Task):
                 f"{limits.max_new_tokens}.",
                 field="max_new_tokens",
             )
+        if self.vocabulary and (token := max(chosen.logit_bias, default=0)) >= self.vocabulary:
+            raise TaskOptionError(
+                f"logit_bias: found the token {token}, expected less than {self.vocabulary}.",
+                field="logit_bias",
+            )
         for name in _COMPARED:  # also those of the model's own file
             check_bound(name, getattr(chosen, name))
         forced = [*chosen.forced_eos_token_id]
@@ -345,6 +358,18 @@ class Generate(Task):
                 raise InputError(
                     f"found the forced token {token}, expected less than {self.vocabulary}."
                 )
+
+    def _require_few_logprobs(self, inputs: int, chosen: GenerationOptions) -> None:
+        """Raise InputError if a server would have to hold too many log-probabilities."""
+        limit = self.limits.max_new_tokens
+        tokens = min(chosen.max_new_tokens or chosen.max_length or DEFAULT_NEW_TOKENS, limit)
+        count = inputs * chosen.num_return_sequences * tokens * (1 + (chosen.top_logprobs or 0))
+        if count > _MAX_LOGPROBS:
+            raise InputError(
+                f"the request asks for up to {count} log-probabilities, expected at most "
+                f"{_MAX_LOGPROBS}.",
+                do="Set a smaller max_new_tokens or top_logprobs, or send several requests.",
+            )
 
     def _with_length(self, options: GenerationOptions) -> GenerationOptions:
         """Return options with the largest allowed length if they have none."""
@@ -400,6 +425,8 @@ class Generate(Task):
         arguments, chosen = self.resolve(options)
         if whole:
             chosen = self._with_length(chosen)
+        if chosen.top_logprobs is not None:
+            self._require_few_logprobs(len(inputs), chosen)
         for row in self.reader.rows(inputs, chosen, **arguments):
             yield self._search(row, chosen, streams=streams, keep_stop=keep_stop)
 
@@ -429,6 +456,8 @@ class Generate(Task):
             )
         _, chosen = self.resolve(options)
         chosen = self._with_length(chosen)
+        if chosen.top_logprobs is not None:
+            self._require_few_logprobs(1, chosen)
         try:
             prompt = self.chat_template.render(messages, add_generation_prompt=True)
         except ArtifactError as error:
@@ -473,12 +502,17 @@ class Generate(Task):
         return Row(TextSearch(row, options, search, texts, tokens, streams), tokens)
 
     def _make_search(self, row: GenerationRow, options: GenerationOptions) -> Search:
-        stops = options.stop_strings
+        stops, guide = options.stop_strings, None
+        if options.json_schema is not None:
+            if options.eos_token_id != self.defaults.eos_token_id:
+                raise InputError("json_schema: a text ends with the model's own eos_token_id.")
+            guide = self._grammars.guide(options.json_schema, prompt=row.prompt_length)
         return make_search(
             row.prompt,
             options,
             positions=self.positions,
             rest=row.rest,
+            guide=guide,
             stops=(lambda tokens: any(stop in self.decode(tokens) for stop in stops))
             if stops
             else None,
@@ -494,6 +528,20 @@ class Generate(Task):
         hidden = self.reader.hidden
         shown = [token for token in tokens if token not in hidden]
         return self.tokenizer.decode(shown, skip_special=True)
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        """The vocabulary for JSON schemas; InputError if the package is not installed."""
+        return Grammars.open(self.tokenizer.state(), self.defaults.eos_token_id)
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """The bytes of each token."""
+        return TokenBytes(self.tokenizer.backend)
+
+    def shows(self, token: int) -> bool:
+        """Return True if a token is part of a text that `decode` returns."""
+        return token not in self.reader.hidden and not self.token_bytes.is_special(token)
 
     def probe(self, tokens: int = 0) -> Row:
         """Return a made-up input, for which two tokens are generated."""
@@ -647,7 +695,12 @@ class GenerateFromAudio(Generate):
         values = (text, recording.tokens, finish, None, 1)
         if not recording.shows_time_stamps:
             return Generation(*values)
-        return TimedGeneration(*values, tuple(chunks), first.language, recording.seconds)
+        return TimedGeneration(
+            *values,
+            chunks=tuple(chunks),
+            language=first.language,
+            seconds=recording.seconds,
+        )
 
     def _transcript(self, part: RecordingPart, tokens: Sequence[int]) -> str:
         """Return the text of the tokens of a part without overlaps."""

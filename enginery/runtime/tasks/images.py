@@ -142,8 +142,8 @@ class EmbedImages(ImageTask):
 
     def postprocess(
         self, work: ModelInputs, outputs: Sequence[Any], options: VectorOptions
-    ) -> Vectors:
-        """Return float32 (images, dim)."""
+    ) -> NDArray[Any]:
+        """Return the vectors, (images, dim)."""
         return finish_vectors(outputs, options, dim=self.graph_dim, model_normalizes=False)
 
     def describe(self, result: Vectors) -> str:

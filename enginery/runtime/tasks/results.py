@@ -26,9 +26,14 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import numpy as np
 from numpy.typing import NDArray
 
+from enginery.core.errors import InputError
 from enginery.runtime.text.pooling import Vectors
+from enginery.runtime.text.vector_dtypes import ARRAY_DTYPES, INT8_SCALE, VectorDtype
 
 Dtype = Literal["float32", "int64", "string"]
+
+TokenVectors = list[NDArray[np.float32]]
+"""The type of results with a vector for each token: float32 (tokens, dim) each."""
 
 VECTOR = "embedding"
 """Name of the column and the tensor of vectors."""
@@ -157,18 +162,24 @@ def bare_type(hint: Any) -> Any:
     return kinds[0] if NoneType in get_args(hint) else hint
 
 
-def arrow_fields(result_type: Any, *, items: int = 0, dim: int = 0) -> list[Any]:
+def arrow_fields(
+    result_type: Any, *, items: int = 0, dim: int = 0, dtype: VectorDtype = "float32"
+) -> list[Any]:
     """Return the `pyarrow.Field` of each column of a table of results.
 
     Args:
         result_type: the type of a result.
         items: maximum number of items of a result that were asked for; 0 for all.
         dim: size of vectors; not used by other results.
+        dtype: type of vectors; the field of int8 has its scale as metadata.
     """
     import pyarrow as pa
 
-    if result_type is Vectors:
-        return [pa.field(VECTOR, pa.list_(pa.float32(), dim))]
+    if result_type in (Vectors, TokenVectors):
+        vector = pa.list_(pa.from_numpy_dtype(ARRAY_DTYPES[dtype]), dim)
+        kind = vector if result_type is Vectors else pa.list_(vector)
+        scale = {"enginery.scale": str(INT8_SCALE)} if dtype == "int8" else None
+        return [pa.field(VECTOR, kind, metadata=scale)]
     form = _format_of(result_type)
     if isinstance(form.layout, Nested):
         return [pa.field(form.layout.column, _arrow_type(form.kind))]
@@ -187,7 +198,7 @@ def arrow_rows(result_type: Any, results: Sequence[Any | None]) -> list[tuple[An
         result_type: the type of a result.
         results: the results; None for a row without one, whose values are None.
     """
-    form = None if result_type is Vectors else _format_of(result_type)
+    form = None if result_type in (Vectors, TokenVectors) else _format_of(result_type)
     empty = (None,) * (len(form.columns) + 1 if form else 1)
     return [
         empty if result is None else form.row(result) if form else (result,) for result in results
@@ -208,9 +219,19 @@ def output_tensors(result_type: Any) -> tuple[OutputTensor, ...]:
 
 
 def result_tensors(result_type: Any, results: Sequence[Any]) -> dict[str, NDArray[Any]]:
-    """Return results as the tensors of `output_tensors`; strings as UTF-8 bytes."""
+    """Return results as the tensors of `output_tensors`; strings as UTF-8 bytes.
+
+    Raises:
+        InputError: vectors are of whole numbers.
+    """
     if result_type is Vectors:
-        return {VECTOR: np.stack(results).astype(np.float32, copy=False)}
+        vectors = np.stack(results)
+        if vectors.dtype.kind != "f":
+            raise InputError(
+                f"dtype: the tensor {VECTOR} is float32, found vectors of {vectors.dtype}.",
+                do="Leave dtype out, or send texts to /embed or /v1/embeddings.",
+            )
+        return {VECTOR: vectors.astype(np.float32, copy=False)}
     form, outputs = _format_of(result_type), output_tensors(result_type)
     if isinstance(form.layout, Nested):
         texts = [json.dumps(to_plain(result), ensure_ascii=False) for result in results]
@@ -277,6 +298,8 @@ def _arrow_type(kind: Any) -> Any:
     kind = bare_type(kind)
     if kind in _DTYPES:
         return pa.type_for_alias(_DTYPES[kind])
+    if get_origin(kind) is np.ndarray:
+        return pa.list_(pa.from_numpy_dtype(_element_type(kind)))
     if get_origin(kind) in (list, tuple):
         return pa.list_(_arrow_type(get_args(kind)[0]))
     types = _field_types(kind).items()
@@ -290,8 +313,15 @@ def _float_fields(record: Any) -> tuple[str, ...]:
     return tuple(name for name, hint in types if _has_floats(bare_type(hint)))
 
 
+def _element_type(kind: Any) -> Any:
+    """Return the numpy type of the elements of `NDArray[…]`."""
+    return get_args(get_args(kind)[1])[0]
+
+
 def _has_floats(kind: Any) -> bool:
     kind = bare_type(kind)
+    if get_origin(kind) is np.ndarray:
+        return bool(np.issubdtype(_element_type(kind), np.floating))
     if get_origin(kind) in (list, tuple):
         return _has_floats(get_args(kind)[0])
     return kind is float or (kind not in _DTYPES and bool(_float_fields(kind)))

@@ -201,6 +201,8 @@ class Row:
     """True if the input had more tokens than the model takes."""
     reads_raw: bool = False
     """True if `split` needs the graph's raw outputs for this row, not its final one."""
+    form: str = ""
+    """The verb of a task's view whose outputs `split` returns for this row; empty for its own."""
     group: int = 0
     """Only rows of one group share a batch."""
     image_size: tuple[int, int] = (0, 0)
@@ -216,6 +218,8 @@ class ModelInputs:
     """What `postprocess` needs besides the rows, such as the texts."""
     decoded: int = 0
     """Number of texts that `postprocess` has to decode."""
+    numbers: int = 0
+    """Largest number of numbers of the results, if they may be many more than the rows."""
     postprocess_cost: ProcessingCost = "light"
 
 

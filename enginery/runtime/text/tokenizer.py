@@ -14,7 +14,7 @@ the limits in the model's own files.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import chain
@@ -843,6 +843,28 @@ def _encode_each(encode: Encode, texts: Sequence[Any], *, first: int = 0) -> lis
         raise InputError(f"the texts cannot be tokenized together: {reason}.") from error
 
 
+def require_list(items: Any, what: str) -> None:
+    """Raise InputError unless inputs are a list, or a container like one, of any items.
+
+    An iterator is not: it would be empty after the items were checked.
+    """
+    if isinstance(items, str | bytes):
+        raise InputError(f"found one {what}, expected a list of them.", do=f"Pass [{what}].")
+    is_list = isinstance(items, Iterable) and isinstance(items, Sized)
+    if not is_list or isinstance(items, Mapping):
+        raise InputError(
+            f"found {describe_type(items)}, expected a list of {what}s.", do=f"Pass [{what}, …]."
+        )
+
+
+def describe_type(value: Any) -> str:
+    """Return what a value is, for an error message."""
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    return f"{'an' if name[:1] in 'aeio' else 'a'} {name}"
+
+
 def check_texts(texts: Sequence[Any], *, what: str = "text", pairs: bool = False) -> None:
     """Raise InputError, with the index of the item, unless `texts` is a list of strings.
 
@@ -851,15 +873,14 @@ def check_texts(texts: Sequence[Any], *, what: str = "text", pairs: bool = False
         what: what error messages call an item.
         pairs: also accept tuples of two strings.
     """
-    if isinstance(texts, str | bytes):
-        raise InputError(f"found one {what}, expected a list of them.", do=f"Pass [{what}].")
+    require_list(texts, what)
     for index, item in enumerate(texts):
         parts: Sequence[Any] = (item,)
         if pairs and isinstance(item, tuple) and len(item) == 2:
             parts = item
         for text in parts:
             if not isinstance(text, str):
-                raise InputError(f"{what} {index} is a {type(text).__name__}, expected a string.")
+                raise InputError(f"{what} {index} is {describe_type(text)}, expected a string.")
             if not text.isascii():
                 try:
                     text.encode()

@@ -88,6 +88,14 @@ async def page(_: Request) -> Response:
     return page_response()
 
 
+@routes.get("/docs", summary="A page of all routes", response_types=("text/html",), public=True)
+async def docs(request: Request) -> Response:
+    """Answer GET /docs: the OpenAPI document as a web page."""
+    from enginery.serve.page import docs_response
+
+    return docs_response(request.app.state.docs())
+
+
 @routes.get(
     "/health", summary="State of every model", response=Health, public=True, is_readiness=True
 )

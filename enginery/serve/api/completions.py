@@ -23,6 +23,8 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from enginery.runtime.generation.options import MAX_TOP_LOGPROBS
+from enginery.runtime.generation.search import TokenLogprob
 from enginery.runtime.tasks.generate import Generate
 from enginery.runtime.tasks.task import describe_value
 from enginery.serve.api.endpoints import (
@@ -39,11 +41,22 @@ from enginery.serve.api.generate import (
     run_stream,
     sent_event,
 )
+from enginery.serve.api.logprobs import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    Placed,
+    TextLogprobs,
+    chat_logprobs,
+    completion_logprobs,
+)
 from enginery.serve.api.openai import find_model
 from enginery.serve.api.requests import RequestBody, Schema, Texts, invalid_value
 from enginery.serve.models.served_model import ServedModel
 
 routes = Routes("openai")
+
+ToLogprobs = Callable[[Generate, list[Placed]], dict[str, Any]]
+"""Describes the tokens of a piece of text in the shape of a route."""
 
 STATUSES = (400, 404, 413, 429, 503)
 
@@ -53,17 +66,12 @@ _GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this count as 0: logits divided by them would overflow."""
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "presence_penalty": (0,),
-    "response_format": ({"type": "text"},),
+    "min_p": (0,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
 }
 """Fields that are not supported, with the values that ask for nothing."""
 
@@ -72,6 +80,25 @@ class StreamOptions(RequestBody):
     """Options of a stream."""
 
     include_usage: bool | None = None
+
+
+class ResponseFormat(RequestBody):
+    """What a text is: anything, or JSON."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+    """With the type `json_schema`: an object with the schema as `schema`."""
+
+    def to_option(self) -> dict[str, Any] | None:
+        """Return the schema of the text; None for any text."""
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return {"type": "object"}
+        schema = (self.json_schema or {}).get("schema")
+        if not isinstance(schema, dict):
+            raise invalid_value("response_format.json_schema.schema", "an object", schema)
+        return schema
 
 
 class SamplingRequest(RequestBody):
@@ -89,11 +116,17 @@ class SamplingRequest(RequestBody):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    """Not in OpenAI's API, as the next; -1 or 0 for all tokens."""
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: Annotated[
+        dict[str, Any] | None, Field(description="an object with a number for each token id")
+    ] = None
+    response_format: ResponseFormat | None = None
     best_of: Any = None
-    frequency_penalty: Any = None
-    logit_bias: Any = None
-    logprobs: Any = None
-    presence_penalty: Any = None
+    min_p: Any = None
 
 
 class CompletionRequest(SamplingRequest):
@@ -101,6 +134,7 @@ class CompletionRequest(SamplingRequest):
 
     prompt: Texts
     echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     suffix: Any = None
     source_language: str | None = None
     target_language: str | None = None
@@ -121,12 +155,12 @@ class ChatRequest(SamplingRequest):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, description="a list of messages")]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     function_call: Any = None
     functions: Any = None
-    response_format: Any = None
     tool_choice: Any = None
     tools: Any = None
-    top_logprobs: Any = None
 
 
 class CompletionUsage(Schema):
@@ -142,7 +176,7 @@ class CompletionChoice(Schema):
 
     index: int
     text: str
-    logprobs: None
+    logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
 
 
@@ -170,7 +204,7 @@ class ChatChoice(Schema):
 
     index: int
     message: AnswerMessage
-    logprobs: None
+    logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length"]
 
 
@@ -186,6 +220,19 @@ class ChatResponse(Schema):
 
 
 @dataclass(frozen=True)
+class _Piece:
+    """A piece of a text, or a whole one."""
+
+    index: int
+    """The text's place among those of the request."""
+    text: str
+    finish: str | None
+    """Why the text ends with it; None if it goes on."""
+    logprobs: dict[str, Any] | None
+    """In the shape of the route; None if they are not asked for."""
+
+
+@dataclass(frozen=True)
 class _Answer:
     """How the texts of a request are sent."""
 
@@ -195,6 +242,10 @@ class _Answer:
     """Number of texts of each input."""
     head: Mapping[str, Any]
     """`id`, `created` and `model` of the response and each event."""
+    to_logprobs: ToLogprobs | None = None
+    """Describes the tokens of a piece; None if they are not asked for."""
+    has_stops: bool = False
+    """True if a stop string may cut a text."""
 
     @property
     def usage(self) -> dict[str, int]:
@@ -207,23 +258,24 @@ class _Answer:
             "total_tokens": prompt_tokens + generated,
         }
 
-    async def texts(self) -> list[tuple[str, str]]:
-        """Return the texts, each with the reason of its end."""
-        results: list[tuple[str, str]] = [("", "")] * (len(self.streamed.inputs) * self.count)
+    async def texts(self) -> list[_Piece]:
+        """Return the texts."""
+        count = len(self.streamed.inputs) * self.count
+        results = [_Piece(index, "", "", None) for index in range(count)]
         steps = run_stream(self.request, self.streamed)
         async with aclosing(steps):
             async for step in steps:
                 for position, generation in enumerate(step.results):
-                    results[step.index * self.count + position] = (
-                        generation.text,
-                        generation.finish,
-                    )
+                    index = step.index * self.count + position
+                    text, finish = generation.text, generation.finish
+                    logprobs = self._logprobs(self._tokens(), text, generation.logprobs, finish)
+                    results[index] = _Piece(index, text, finish, logprobs)
         return results
 
     async def events(
         self,
         first: Callable[[int], Mapping[str, Any]],
-        piece: Callable[[int, str, str | None], Sequence[Mapping[str, Any]]],
+        to_choices: Callable[[_Piece], Sequence[Mapping[str, Any]]],
         *,
         with_usage: bool,
     ) -> AsyncGenerator[bytes]:
@@ -231,27 +283,49 @@ class _Answer:
 
         Args:
             first: returns the choice that a text with this index begins with.
-            piece: returns the choices for an index, a piece, and the reason of the end or None.
+            to_choices: returns the choices for a piece.
             with_usage: send the numbers of tokens before the end.
         """
         usage: dict[str, Any] = {"usage": None} if with_usage else {}
-        begun: set[int] = set()
+        begun: dict[int, TextLogprobs | None] = {}
         steps = run_stream(self.request, self.streamed)
         async with aclosing(steps):
             async for step in steps:
                 for position in range(self.count):
                     index = step.index * self.count + position
                     if index not in begun:
-                        begun.add(index)
+                        begun[index] = self._tokens()
                         if choice := first(index):
                             yield sent_event({**self.head, "choices": [choice], **usage})
                 for position, text in step.pieces:
+                    index = step.index * self.count + position
                     finish = step.results[position].finish if step.results else None
-                    for choice in piece(step.index * self.count + position, text, finish):
+                    entries = step.logprobs[position] if step.logprobs else ()
+                    logprobs = self._logprobs(begun[index], text, entries, finish)
+                    for choice in to_choices(_Piece(index, text, finish, logprobs)):
                         yield sent_event({**self.head, "choices": [choice], **usage})
         if with_usage:
             yield sent_event({**self.head, "choices": [], "usage": self.usage})
         yield b"data: [DONE]\n\n"
+
+    def _tokens(self) -> TextLogprobs | None:
+        """Return what gives out the tokens of a text; None if they are not asked for."""
+        if self.to_logprobs is None:
+            return None
+        return TextLogprobs(self.streamed.task, has_stops=self.has_stops)
+
+    def _logprobs(
+        self,
+        tokens: TextLogprobs | None,
+        text: str,
+        entries: Sequence[TokenLogprob],
+        finish: str | None,
+    ) -> dict[str, Any] | None:
+        """Return the tokens of a piece, in the shape of the route."""
+        if tokens is None or self.to_logprobs is None:
+            return None
+        placed = tokens.take(text, entries, is_last=finish is not None)
+        return self.to_logprobs(self.streamed.task, placed)
 
 
 @routes.post(
@@ -276,7 +350,13 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
         raise invalid_field(
             "echo: found true, but this model does not continue its prompt.", field="echo"
         )
-    options = _options(body, task, body.max_tokens)
+    if body.echo and body.logprobs is not None:
+        raise invalid_field(
+            "logprobs: the tokens of a prompt have none here, and echo asks for its text.",
+            field="logprobs",
+            do="Leave out echo.",
+        )
+    options = _options(body, task, body.max_tokens) | {"top_logprobs": body.logprobs}
     if task.has_encoder or body.source_language or body.target_language:
         options |= {
             "source_language": body.source_language,
@@ -294,25 +374,28 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
         whole=task.has_encoder,
     )
     streamed = StreamedRequest(model, task, prepare, body.prompt)
-    answer = _answer(request, streamed, body, "cmpl", "text_completion")
+    to_logprobs = None if body.logprobs is None else completion_logprobs
+    answer = _answer(request, streamed, body, ("cmpl", "text_completion"), to_logprobs)
 
     def echoed(index: int) -> str:
         return body.prompt[index // answer.count] if body.echo else ""
 
-    def choice(index: int, text: str, finish: str | None) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
+    def choice(piece: _Piece, before: str = "") -> dict[str, Any]:
+        return {
+            "index": piece.index,
+            "text": before + piece.text,
+            "logprobs": piece.logprobs,
+            "finish_reason": piece.finish,
+        }
 
     if stream:
         events = answer.events(
-            lambda index: choice(index, echoed(index), None) if body.echo else {},
-            lambda index, text, finish: [choice(index, text, finish)],
+            lambda index: choice(_Piece(index, echoed(index), None, None)) if body.echo else {},
+            lambda piece: [choice(piece)],
             with_usage=_wants_usage(body),
         )
         return await event_stream(events)
-    choices = [
-        choice(index, echoed(index) + text, finish)
-        for index, (text, finish) in enumerate(await answer.texts())
-    ]
+    choices = [choice(piece, echoed(piece.index)) for piece in await answer.texts()]
     return json_response({**answer.head, "choices": choices, "usage": answer.usage})
 
 
@@ -338,36 +421,53 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
             f"{body.max_completion_tokens}, expected one of them.",
             field="max_completion_tokens",
         )
+    if body.top_logprobs and not body.logprobs:
+        raise invalid_field(
+            f"top_logprobs is {body.top_logprobs}, but logprobs is not true.",
+            field="top_logprobs",
+            do="Set logprobs to true.",
+        )
     options = _options(body, task, body.max_completion_tokens or body.max_tokens)
+    if body.logprobs:
+        options["top_logprobs"] = body.top_logprobs or 0
     stream = bool(body.stream)
     prepare = partial(task.preprocess_chat, messages, task.Options.read(options), streams=stream)
     text = "".join(message["content"] for message in messages)
     kind = "chat.completion.chunk" if stream else "chat.completion"
     streamed = StreamedRequest(model, task, prepare, [text])
-    answer = _answer(request, streamed, body, "chatcmpl", kind)
+    to_logprobs = chat_logprobs if body.logprobs else None
+    answer = _answer(request, streamed, body, ("chatcmpl", kind), to_logprobs)
 
-    def change(index: int, delta: Mapping[str, Any], finish: str | None) -> dict[str, Any]:
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+    def change(
+        index: int,
+        delta: Mapping[str, Any],
+        finish: str | None = None,
+        logprobs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
 
-    def pieces(index: int, text: str, finish: str | None) -> list[dict[str, Any]]:
-        deltas = [change(index, {"content": text}, None)] if text else []
-        return [*deltas, change(index, {}, finish)] if finish else deltas
+    def changes(piece: _Piece) -> list[dict[str, Any]]:
+        index, text = piece.index, piece.text
+        deltas = [change(index, {"content": text}, logprobs=piece.logprobs)] if text else []
+        if piece.finish:
+            deltas.append(change(index, {}, piece.finish, None if text else piece.logprobs))
+        return deltas
 
     if stream:
         events = answer.events(
-            lambda index: change(index, {"role": "assistant", "content": ""}, None),
-            pieces,
+            lambda index: change(index, {"role": "assistant", "content": ""}),
+            changes,
             with_usage=_wants_usage(body),
         )
         return await event_stream(events)
     choices = [
         {
-            "index": index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": None,
-            "finish_reason": finish,
+            "index": piece.index,
+            "message": {"role": "assistant", "content": piece.text, "refusal": None},
+            "logprobs": piece.logprobs,
+            "finish_reason": piece.finish,
         }
-        for index, (text, finish) in enumerate(await answer.texts())
+        for piece in await answer.texts()
     ]
     return json_response({**answer.head, "choices": choices, "usage": answer.usage})
 
@@ -402,6 +502,12 @@ def _options(body: SamplingRequest, task: Generate, max_tokens: int | None) -> d
         "seed": body.seed,
         "top_p": body.top_p,
         "num_return_sequences": body.n or 1,
+        "top_k": None if body.top_k is None else max(body.top_k, 0),
+        "repetition_penalty": body.repetition_penalty,
+        "frequency_penalty": body.frequency_penalty,
+        "presence_penalty": body.presence_penalty,
+        "logit_bias": body.logit_bias,
+        "json_schema": body.response_format and body.response_format.to_option(),
     }
     if body.temperature is not None:
         options |= {"do_sample": body.temperature >= _GREEDY_TEMPERATURE, "num_beams": 1}
@@ -425,8 +531,13 @@ def _options(body: SamplingRequest, task: Generate, max_tokens: int | None) -> d
 
 
 def _answer(
-    request: Request, streamed: StreamedRequest, body: SamplingRequest, prefix: str, kind: str
+    request: Request,
+    streamed: StreamedRequest,
+    body: SamplingRequest,
+    kinds: tuple[str, str],
+    to_logprobs: ToLogprobs | None,
 ) -> _Answer:
+    prefix, kind = kinds
     record = request.scope["state"]["record"]
     head = {
         "id": f"{prefix}-{record.request_id}",
@@ -434,7 +545,7 @@ def _answer(
         "created": int(time.time()),
         "model": streamed.model.name,
     }
-    return _Answer(request, streamed, body.n or 1, head)
+    return _Answer(request, streamed, body.n or 1, head, to_logprobs, bool(body.stop))
 
 
 def _wants_usage(body: SamplingRequest) -> bool:

@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from enginery.core.errors import EngineryError
 from enginery.runtime.tasks import TASKS
 from enginery.runtime.tasks.task import RowTask, Task, count_characters, count_inputs
+from enginery.runtime.tasks.views import View
 from enginery.serve.api.errors import fault_response, invalid_field
 from enginery.serve.api.requests import json_object, parse
 from enginery.serve.batching.scheduler import Timings
@@ -175,6 +176,29 @@ def select_model(
     named = request.path_params.get("model") or name or ""
     model = registry.select(named, fits or (lambda model: has_task(model, verbs)))
     return model, require_task(request, model, *verbs)
+
+
+def select_view(
+    request: Request, name: str | None, verb: str, view: str
+) -> tuple[ServedModel, View]:
+    """Return the model of a request, and a view of its task.
+
+    Args:
+        request: the request.
+        name: see `select_model`.
+        verb: the task that has the view.
+        view: the verb of the view.
+
+    Raises:
+        HTTPError: the model was exported for another task, or has no such view; or see
+            `select_model`.
+    """
+    model, task = select_model(request, name, verb)
+    if view not in model.backend.views:
+        raise invalid_field(
+            f"model '{model.name}' {task.purpose}, and does nothing else.", field="model"
+        )
+    return model, model.backend.views[view]
 
 
 def has_task(model: ServedModel, verbs: Sequence[str]) -> bool:

@@ -26,6 +26,7 @@ from starlette.types import Receive, Scope, Send
 from typing_extensions import override
 
 from enginery.core.errors import EngineryError
+from enginery.runtime.generation.search import TokenLogprob
 from enginery.runtime.tasks.generate import Generate, Generation, TimedGeneration
 from enginery.runtime.tasks.results import to_plain
 from enginery.runtime.tasks.task import ModelInputs, Task, count_characters
@@ -90,6 +91,15 @@ class GenerateRequest(StrictRequestBody):
     model: str | None = None
 
 
+class GeneratedToken(Schema):
+    """A token of a text, in the shape of text-generation-inference."""
+
+    id: int
+    text: str
+    logprob: float
+    special: bool
+
+
 class Details(Schema):
     """How a text ended."""
 
@@ -99,6 +109,10 @@ class Details(Schema):
     prompt_tokens: int
     score: float | None
     """Of beam search."""
+    tokens: list[GeneratedToken] | None = None
+    """With the parameter `top_logprobs`: the tokens, with the one that ended the text."""
+    top_tokens: list[list[GeneratedToken]] | None = None
+    """With `top_logprobs` above 0: the most probable tokens of each place, best first."""
 
 
 class SpokenChunk(Schema):
@@ -116,7 +130,7 @@ class Generated(Schema):
     chunks: list[SpokenChunk] | None = None
 
 
-def generated_json(result: Sequence[Generation]) -> Any:
+def generated_json(result: Sequence[Generation], task: Generate) -> Any:
     """Return the texts of an input as text-generation-inference has them: one, or a list."""
     texts = [
         {
@@ -126,6 +140,7 @@ def generated_json(result: Sequence[Generation]) -> Any:
                 "generated_tokens": len(generation.tokens),
                 "prompt_tokens": generation.prompt_tokens,
                 "score": generation.score,
+                **_token_details(generation.logprobs, task),
             },
         }
         for generation in result
@@ -134,6 +149,23 @@ def generated_json(result: Sequence[Generation]) -> Any:
         if isinstance(generation, TimedGeneration):
             text["chunks"] = to_plain(generation.chunks)
     return texts[0] if len(texts) == 1 else texts
+
+
+def _token_details(logprobs: Sequence[TokenLogprob], task: Generate) -> dict[str, Any]:
+    """Return what `Details` has of tokens, if their log-probabilities were asked for."""
+
+    def described(token: int, logprob: float) -> dict[str, Any]:
+        text = task.token_bytes(token).decode(errors="replace")
+        special = not task.shows(token)
+        return {"id": token, "text": text, "logprob": logprob, "special": special}
+
+    if not logprobs:
+        return {}
+    details = {"tokens": [described(entry.token, entry.logprob) for entry in logprobs]}
+    if not any(entry.top for entry in logprobs):
+        return details
+    tops = [[described(*pair) for pair in entry.top] for entry in logprobs]
+    return {**details, "top_tokens": tops}
 
 
 @routes.post(
@@ -151,7 +183,7 @@ async def generate(request: Request, body: GenerateRequest) -> Response:
     texts, single = body.inputs
     inputs = read_files(task, texts)
     results = await run_inference(request, model, task, inputs, body.parameters or {})
-    outputs = [generated_json(result) for result in results]
+    outputs = [generated_json(result, cast("Generate", task)) for result in results]
     return json_response(outputs[0] if single else outputs)
 
 
@@ -196,7 +228,7 @@ async def generate_stream(request: Request, body: GenerateRequest) -> Response:
                     continue
                 result: dict[str, Any] = {"generated_text": None, "details": None}
                 if last:
-                    result = generated_json(step.results)
+                    result = generated_json(step.results, task)
                 yield sent_event({"index": index, "token": {"text": text}, **result})
                 index += 1
 

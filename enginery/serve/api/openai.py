@@ -24,6 +24,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from enginery.core.errors import nearest
+from enginery.runtime.text.vector_dtypes import VectorDtype
 from enginery.serve.api.endpoints import (
     Routes,
     has_task,
@@ -32,7 +33,7 @@ from enginery.serve.api.endpoints import (
     require_task,
     run_inference,
 )
-from enginery.serve.api.errors import HTTPError
+from enginery.serve.api.errors import HTTPError, invalid_field
 from enginery.serve.api.requests import Dimensions, RequestBody, Schema, TextsOrIds, quote
 from enginery.serve.models.registry import ModelRegistry
 from enginery.serve.models.served_model import ServedModel
@@ -50,6 +51,8 @@ class EmbeddingsRequest(RequestBody):
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Dimensions | None = None
+    dtype: VectorDtype | None = None
+    """Not in OpenAI's API; see `VectorOptions`."""
     user: str | None = None
 
 
@@ -112,9 +115,16 @@ async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
             f"input: found {len(body.input)} inputs, expected at most {MAX_INPUTS}.",
             do="Send several requests.",
         )
-    options = {"normalize": True, "dimensions": body.dimensions}
-    vectors = await run_inference(request, model, task, body.input, options)
     as_base64 = body.encoding_format == "base64"
+    if as_base64 and body.dtype not in (None, "float32"):
+        # OpenAI's clients ask for base64 themselves, and read float32 from it.
+        raise invalid_field(
+            f"encoding_format is base64, which clients read as float32, and dtype is {body.dtype}.",
+            field="encoding_format",
+            do='Set encoding_format to "float".',
+        )
+    options = {"normalize": True, "dimensions": body.dimensions, "dtype": body.dtype}
+    vectors = await run_inference(request, model, task, body.input, options)
     tokens = request.scope["state"]["record"].timings.tokens
     return json_response(
         {

@@ -108,7 +108,9 @@ async def predict_any(request: Request) -> Response:
     results = await run_inference(
         request, model, task, inputs.items, inputs.parameters, "parameters."
     )
-    outputs = list(map(generated_json, results)) if isinstance(task, Generate) else results
+    outputs = results
+    if isinstance(task, Generate):
+        outputs = [generated_json(result, task) for result in results]
     return json_response(
         {
             "model": model.name,

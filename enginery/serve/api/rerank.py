@@ -4,7 +4,7 @@ r"""POST /v1/rerank and /v2/rerank in the shapes of Cohere's and Jina's clients.
         localhost:8000/v1/rerank
     {"id":"rerank-…","model":"ranker","results":[{"index":0,"relevance_score":0.93}],…}
 
-/rerank is text-embeddings-inference's, see `tei`.
+/rerank is text-embeddings-inference's, see `tei`, unless the body has `documents`.
 """
 
 from __future__ import annotations
@@ -45,6 +45,9 @@ class DocumentsRequest(RequestBody):
     top_n: Annotated[int, Field(ge=1)] | None = None
     return_documents: bool | None = None
     model: str | None = None
+    max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = None
+    max_chunks_per_doc: Annotated[int, Field(ge=1)] | None = None
+    rank_fields: list[str] | None = None
 
 
 class RankedDocument(Schema):
@@ -82,6 +85,7 @@ class DocumentsResponse(Schema):
 async def rerank_documents(request: Request, body: DocumentsRequest) -> Response:
     """Answer POST /v1/rerank and /v2/rerank."""
     texts = [item if isinstance(item, str) else item.text for item in body.documents]
+    _require_supported(request, body)
     model, scores = await score(request, body.model, body.query, texts, {})
     record = request.scope["state"]["record"]
     results = [
@@ -100,6 +104,27 @@ async def rerank_documents(request: Request, body: DocumentsRequest) -> Response
             "usage": {"total_tokens": record.timings.tokens},
         }
     )
+
+
+def _require_supported(request: Request, body: DocumentsRequest) -> None:
+    """Raise HTTPError for a field that would change the scores and is not supported."""
+    model, _ = select_model(request, body.model, "classify", fits=is_reranker)
+    limit = model.backend.limit
+    # Documents are ranked by their text, which is cut once, at the model's own limit.
+    for name, value, is_usual, expected in (
+        ("rank_fields", body.rank_fields, body.rank_fields == ["text"], '["text"]'),
+        ("max_chunks_per_doc", body.max_chunks_per_doc, body.max_chunks_per_doc == 1, "1"),
+        (
+            "max_tokens_per_doc",
+            body.max_tokens_per_doc,
+            (body.max_tokens_per_doc or 0) >= limit,
+            f"the model's limit, {limit}, or more",
+        ),
+    ):
+        if value is not None and not is_usual:
+            raise invalid_field(
+                f"{name}: found {value}, expected {expected}.", field=name, do="Leave it out."
+            )
 
 
 async def score(

@@ -11,13 +11,14 @@ supported, and a model of another task is an error with status 422 instead of 42
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import orjson
+from numpy.typing import NDArray
 from pydantic import Field, PlainValidator, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
@@ -25,6 +26,8 @@ from starlette.responses import Response
 from enginery.core.errors import InputError
 from enginery.runtime.tasks.task import ProcessingCost
 from enginery.runtime.tasks.text import TextTask
+from enginery.runtime.tasks.views import SparseVector, View
+from enginery.runtime.text.vector_dtypes import VectorDtype
 from enginery.serve.api.endpoints import (
     INFERENCE_STATUSES,
     Routes,
@@ -35,6 +38,7 @@ from enginery.serve.api.endpoints import (
     require_ready,
     run_inference,
     select_model,
+    select_view,
 )
 from enginery.serve.api.errors import HTTPError, invalid_field
 from enginery.serve.api.requests import (
@@ -53,7 +57,14 @@ from enginery.serve.api.requests import (
     parse,
     token_ids,
 )
-from enginery.serve.api.rerank import best_first, has_one_label, score
+from enginery.serve.api.rerank import (
+    DocumentsRequest,
+    DocumentsResponse,
+    best_first,
+    has_one_label,
+    rerank_documents,
+    score,
+)
 from enginery.serve.models.served_model import ServedModel
 
 routes = Routes("tei")
@@ -61,6 +72,8 @@ Pair = str | tuple[str, str]
 
 _SHORT_CHARACTERS = 2048
 """Number of characters or token ids that take about a millisecond."""
+_FEW_NUMBERS = 20_000
+"""Number of numbers that become JSON in about a millisecond."""
 _CHARACTERS_PER_TOKEN = 4
 """Number of characters that /tokenize takes for each token that it may return."""
 _TOKENS_TOGETHER = 4096
@@ -84,14 +97,21 @@ class Truncation(RequestBody):
         return self.truncate
 
 
-class EmbedRequest(Truncation):
-    """Body of /embed."""
+class EmbedAllRequest(Truncation):
+    """Body of /embed_all and /embed_sparse."""
 
     inputs: TextsOrIds
-    normalize: bool | None = None
     prompt_name: str | None = None
-    dimensions: Dimensions | None = None
     model: str | None = None
+
+
+class EmbedRequest(EmbedAllRequest):
+    """Body of /embed."""
+
+    normalize: bool | None = None
+    dimensions: Dimensions | None = None
+    dtype: VectorDtype | None = None
+    """Not in TEI; see `VectorOptions`."""
 
 
 def _pairs(value: Any) -> list[Pair]:
@@ -207,6 +227,13 @@ class DecodeRequest(RequestBody):
     model: str | None = None
 
 
+class SparseValue(Schema):
+    """The weight of one token of the vocabulary."""
+
+    index: int
+    value: float
+
+
 class Prediction(Schema):
     """A label and its score."""
 
@@ -253,10 +280,77 @@ async def embed(request: Request, body: EmbedRequest) -> Response:
     options = {
         "normalize": True if body.normalize is None else body.normalize,
         "dimensions": body.dimensions,
+        "dtype": body.dtype,
         "prompt_name": body.prompt_name,
         "truncate": body.to_option(),
     }
     return json_response(await run_inference(request, model, task, body.inputs, options))
+
+
+@routes.post(
+    "/embed_all",
+    "/models/{model}/embed_all",
+    summary="Embed each token of texts",
+    body=EmbedAllRequest,
+    response=list[list[list[float]]],
+    statuses=INFERENCE_STATUSES,
+    runs_model=True,
+)
+async def embed_all(request: Request, body: EmbedAllRequest) -> Response:
+    """Answer POST /embed_all: the vectors of the tokens of each text, without pooling."""
+    model, task = select_view(request, body.model, "embed", "embed_tokens")
+    return await _embed_with(request, body, model, task, _vectors_json)
+
+
+@routes.post(
+    "/embed_sparse",
+    "/models/{model}/embed_sparse",
+    summary="Embed texts as sparse vectors over the vocabulary",
+    body=EmbedAllRequest,
+    response=list[list[SparseValue]],
+    statuses=INFERENCE_STATUSES,
+    runs_model=True,
+)
+async def embed_sparse(request: Request, body: EmbedAllRequest) -> Response:
+    """Answer POST /embed_sparse: the weights above 0 of each text, by their index."""
+    model, task = select_view(request, body.model, "fill", "embed_sparse")
+    return await _embed_with(request, body, model, task, _weights_json)
+
+
+async def _embed_with(
+    request: Request,
+    body: EmbedAllRequest,
+    model: ServedModel,
+    task: View,
+    to_json: Callable[[Any], bytes],
+) -> Response:
+    """Return the JSON of each result of a view. It may have millions of numbers."""
+    options = {"prompt_name": body.prompt_name, "truncate": body.to_option()}
+    results = await run_inference(request, model, task, body.inputs, options)
+
+    def content() -> bytes:
+        # One by one, because what makes JSON holds Python's lock.
+        return b"[%b]" % b",".join(map(to_json, results))
+
+    size = sum(map(_size, results))
+    cost: ProcessingCost = "medium" if size <= _FEW_NUMBERS else "heavy"
+    return Response(await model.in_thread(content, cost=cost), media_type="application/json")
+
+
+def _size(result: Any) -> int:
+    return result.values.size if isinstance(result, SparseVector) else result.size
+
+
+def _vectors_json(vectors: NDArray[np.float32]) -> bytes:
+    return orjson.dumps(np.ascontiguousarray(vectors), option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _weights_json(vector: SparseVector) -> bytes:
+    weights = [
+        {"index": index, "value": value}
+        for index, value in zip(vector.indices.tolist(), vector.values, strict=True)
+    ]
+    return orjson.dumps(weights, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 @routes.post(
@@ -309,12 +403,32 @@ async def predict(request: Request, body: PredictRequest) -> Response:
     "/models/{model}/rerank",
     summary="Rank texts by relevance to a query",
     body=RerankRequest,
-    response=list[Rank],
+    other_bodies={
+        "application/json": {
+            "anyOf": [
+                {"$ref": f"#/components/schemas/{kind.__name__}"}
+                for kind in (RerankRequest, DocumentsRequest)
+            ]
+        }
+    },
+    response=list[Rank] | DocumentsResponse,
     statuses=INFERENCE_STATUSES,
     runs_model=True,
 )
-async def rerank(request: Request, body: RerankRequest) -> Response:
-    """Answer POST /rerank: rank texts by relevance to a query."""
+async def rerank(request: Request) -> Response:
+    """Answer POST /rerank: rank texts; or documents, as clients of Cohere and Jina send them."""
+    content = request.scope["state"]["body"]
+    values = await parsed(partial(json_object, content), len(content))
+    if "documents" in values and "texts" not in values:
+        documents = await parsed(partial(parse, DocumentsRequest, values), len(content))
+        return await rerank_documents(request, documents)
+    return await rank_texts(
+        request, await parsed(partial(parse, RerankRequest, values), len(content))
+    )
+
+
+async def rank_texts(request: Request, body: RerankRequest) -> Response:
+    """Rank texts by relevance to a query, best first."""
     options = {
         # A sigmoid, or for a regression the value itself, as /predict answers.
         "activation": "none" if body.raw_scores else "auto",
@@ -361,7 +475,7 @@ async def root(request: Request) -> Response:
         handler, kind = (similarity, SimilarityRequest) if of_sentences else (embed, EmbedRequest)
     else:
         ranks = has_one_label(model)
-        handler, kind = (rerank, RerankRequest) if ranks else (predict, PredictRequest)
+        handler, kind = (rank_texts, RerankRequest) if ranks else (predict, PredictRequest)
     response: Response = await handler(
         request, await parsed(partial(parse, kind, values), len(content))
     )

@@ -25,6 +25,7 @@ from typing import Any
 
 from enginery.core.errors import EngineryError
 from enginery.runtime.generation.batch import RunningBatch
+from enginery.runtime.generation.search import TokenLogprob
 from enginery.runtime.tasks.generate import Generation, TextSearch
 from enginery.runtime.tasks.task import Row
 from enginery.runtime.tasks.text_generator import TextGenerator
@@ -55,6 +56,8 @@ class Progress:
     """Number of tokens generated so far, of all its texts."""
     pieces: tuple[tuple[int, str], ...] = ()
     """New text: the place of the text among those of the input, and the piece."""
+    logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    """The log-probabilities of each of its texts so far; empty unless they are asked for."""
     results: tuple[Generation, ...] = ()
     """The finished texts; empty as long as the input is not done. Here, recordings stand for those
     of speech, which `Generate.postprocess` decodes in another thread."""
@@ -412,8 +415,11 @@ def _progress(search: TextSearch, index: int, *, goes_on: bool) -> Progress | No
     sequences = search.search.results()
     tokens = search.earlier_tokens + sum(len(sequence.tokens) for sequence in sequences)
     pieces = search.pieces(sequences) if search.streams or search.part is None else []
+    logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    if search.options.top_logprobs is not None:
+        logprobs = tuple(sequence.logprobs for sequence in sequences)
     if done and not goes_on:
         results = tuple(search.generations(sequences))
-        return Progress(index, tokens, tuple(pieces), results, done=True)
+        return Progress(index, tokens, tuple(pieces), logprobs, results, done=True)
     written = tuple((place, piece) for place, piece in pieces if piece)
-    return Progress(index, tokens, written) if written or is_first else None
+    return Progress(index, tokens, written, logprobs) if written or is_first else None

@@ -36,6 +36,7 @@ from enginery.runtime.tasks.task import (
 from enginery.runtime.tasks.tensors import Tensors
 from enginery.runtime.tasks.text import TextTask
 from enginery.runtime.tasks.text_generator import TextGenerator, open_rows
+from enginery.runtime.tasks.views import task_views
 from enginery.runtime.text.tokenizer import Encode
 from enginery.serve.batching.cost import BatchCost, CostEstimator, choose_max_tokens, measure_cost
 from enginery.serve.batching.planner import BatchRules
@@ -93,6 +94,8 @@ class ModelFiles:
         limits = InputLimits(unproved=options.unproved)
         self.tensors = replace(Tensors.open(artifact, record, limits), profiles=profiles)
         self.task = task
+        self.views = {} if task is None else task_views(task, artifact)
+        """Other results of the task's graph, by verb."""
         self.quick_characters = quick_characters(task)
         """Number of characters of the longest request whose texts need no thread; 0 for none."""
         self.dim = 0

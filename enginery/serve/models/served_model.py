@@ -57,6 +57,8 @@ OnBatch = Callable[[str, BatchStatistics], None]
 _MAX_DECODED = 20_000
 """Maximum number of texts that a request may have decoded. Each takes up to a millisecond, and
 decoding cannot be cancelled."""
+_MAX_NUMBERS = 2**23
+"""Maximum number of numbers of a request's results: 32 MiB, and about 90 as JSON."""
 _PREPROCESSING = {
     "text": "tokenizing a text",
     "image": "decoding an image",
@@ -234,6 +236,12 @@ class ServedModel(ABC):
                     f"the request asks for {work.decoded} fillings, expected at most "
                     f"{_MAX_DECODED}.",
                     do="Use a smaller top_k, or send the inputs in several requests.",
+                )
+            if work.numbers > _MAX_NUMBERS:
+                raise TooManyInputsError(
+                    f"the results would have up to {work.numbers} numbers, expected at most "
+                    f"{_MAX_NUMBERS}.",
+                    do="Send the inputs in several requests.",
                 )
             entries = self.entries(task, work.rows)
             for row in work.rows:

@@ -6,6 +6,7 @@ import onnx
 import pytest
 
 from enginery import export_model, load_model, validate_model
+from enginery.core.errors import ExportError
 from enginery.core.versions import TRANSFORMERS5, transformers_family
 from tests.image_to_text import save_image_to_text
 from tests.runtime.generation import test_images, test_whisper
@@ -36,6 +37,17 @@ def test_tokens_are_those_of_pytorch_alone_and_in_a_padded_batch(tiny_model, hom
                     for result, row in zip(results, tokens, strict=True)
                 ]
                 assert filled == tokens, (name, size)
+
+
+@pytest.mark.parametrize("task", ["text2text-generation", "automatic-speech-recognition"])
+def test_graphs_without_a_cache_are_those_of_optimum(tiny_model, tmp_path, home, task):
+    source = tmp_path / "whisper"
+    if task == "text2text-generation":
+        source = tiny_model("t5", task)
+    else:
+        save_whisper(source)
+    with pytest.raises(ExportError, match=f"--task {task}-with-past, with which enginery"):
+        export_model(str(source), task=task)
 
 
 def test_sounds_become_the_tokens_of_pytorch(tmp_path, home):

@@ -120,7 +120,7 @@ def test_validation_compares_both_graphs_and_decodes(tiny_model, home):
     [
         (["fine", "The engine. " * 100], r"text 1 has \d+ tokens, and the model's limit is 128"),
         ("a", "expected a list"),
-        (["a", 3], "text 1 is a int"),
+        (["a", 3], "text 1 is an int"),
     ],
 )
 def test_bad_texts_are_errors(tiny_model, home, texts, message):

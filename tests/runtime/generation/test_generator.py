@@ -174,7 +174,7 @@ def test_samples_of_beams_are_among_the_allowed_tokens(decoder):
     [
         (["The engine. " * 200], {}, r"the prompt has \d+ tokens, and the model's limit is 128"),
         ([""], {}, "prompt 0 is empty"),
-        (["a", 3], {}, "text 1 is a int"),
+        (["a", 3], {}, "text 1 is an int"),
         ("a", {}, "expected a list"),
         (["a"], {"num_beams": 100}, "num_beams: found 100"),
         (["a"], {"max_tokens": 5}, "unknown option 'max_tokens'"),

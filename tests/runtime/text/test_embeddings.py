@@ -229,7 +229,7 @@ def test_activations_of_large_numbers_are_finite(kind):
 @pytest.mark.parametrize("text", [b"warm", bytearray(b"warm"), range(3), 5])
 def test_only_texts_and_lists_of_ids_are_embedded(tiny, text):
     model = load_model(tiny.artifact("bert", "feature-extraction"))
-    with pytest.raises(InputError, match=f"text 0 is a {type(text).__name__}"):
+    with pytest.raises(InputError, match=f"text 0 is an? {type(text).__name__}"):
         model.embed([text])
 
 

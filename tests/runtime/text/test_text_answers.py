@@ -176,7 +176,7 @@ def test_answers_keep_to_the_longest_answer(tiny):
     [
         (("", CONTEXT), "question 0 is empty"),
         (("Who?", " "), "context 0 is empty"),
-        (("Who?", 3), "context 0 is a int"),
+        (("Who?", 3), "context 0 is an int"),
         ("Who?", "expected \\(question, context\\)"),
         (("why " * 300, CONTEXT), "question 0 is too long"),
     ],
@@ -232,9 +232,9 @@ def test_method_of_another_task_names_the_right_one(tiny):
     ("texts", "message"),
     [
         ("one text", "found one text, expected a list"),
-        (["a", 3], "text 1 is a int"),
-        (["a", "b", None], "text 2 is a NoneType"),
-        (["a", ("b", 3)], "text 1 is a int"),
+        (["a", 3], "text 1 is an int"),
+        (["a", "b", None], "text 2 is None"),
+        (["a", ("b", 3)], "text 1 is an int"),
         ([("a", "b", "c")], "text 0 is a tuple"),
     ],
 )
