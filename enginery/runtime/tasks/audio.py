@@ -17,7 +17,7 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord, Manifest
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.model.files import ModelConfig
-from enginery.runtime.audio.chunks import AudioChunk, ChunkLengths, cut
+from enginery.runtime.audio.chunks import AudioChunk, ChunkLengths, cut, require_short
 from enginery.runtime.audio.ctc import CtcDecoder, WordPieceDecoder, open_decoder
 from enginery.runtime.audio.files import MAX_SECONDS
 from enginery.runtime.audio.processor import AudioProcessor, Waveform, audio_blocks, load_audio
@@ -242,6 +242,8 @@ class Transcribe(AudioTask):
                 lengths.require_few(name, count, rate)
             row = self._row(samples, index)
             work.context.append(chunk)
+            held = sum(c.length - c.left - c.right for c in work.context if c is not None)
+            require_short(name, held / rate, self.max_chunked_seconds)
             yield row
 
     def split(

@@ -6,7 +6,6 @@ of other tasks in one step each.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -58,8 +57,6 @@ from enginery.runtime.text.chat_template import ChatTemplate, Message
 from enginery.runtime.text.tokenizer import TextTokenizer
 
 _PROBE_TOKENS = 2
-_TOKENS_PER_SECOND = 50
-"""What a second of a recording counts for in a queue: Whisper has a position for 20 ms."""
 _COMPARED = ("bad_words_ids", "eos_token_id", "forced_eos_token_id", "stop_strings")
 """Lists that each step compares with every text, in the thread that all requests share."""
 _FORM_OPTIONS = (
@@ -158,16 +155,6 @@ class TextSearch:
     def new_tokens(self) -> int:
         """Largest number of tokens of a text."""
         return self.search.longest - len(self.search.prompt)
-
-    @property
-    def queued_tokens(self) -> int:
-        """What it counts for in a queue: the tokens of its input and of its texts.
-
-        A second of a recording, whose features it holds, is 50.
-        """
-        seconds = 0.0 if self.part is None else self.part.recording.seconds
-        held = math.ceil(_TOKENS_PER_SECOND * seconds)
-        return self.prompt_tokens + self.new_tokens + held
 
     @property
     def has_pieces(self) -> bool:
