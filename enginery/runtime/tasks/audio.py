@@ -297,7 +297,7 @@ class Transcribe(AudioTask):
         return TimedTranscription(text, score, tuple(chunks))
 
     def describe(self, result: Transcription) -> str:
-        """Return the text, and with times a line for each part."""
+        """Return the text, with times if they were asked for."""
         if isinstance(result, TimedTranscription):
             return describe_chunks(result.chunks)
         return result.text

@@ -603,7 +603,7 @@ class GenerateFromAudio(Generate):
 
     @override
     def describe(self, result: Generation) -> str:
-        """Return the text, and with times a line for each part."""
+        """Return the text, with times if they were asked for."""
         return (
             describe_chunks(result.chunks) if isinstance(result, TimedGeneration) else result.text
         )
