@@ -5,6 +5,10 @@ import openai
 import pytest
 
 from enginery import export_model, load_model
+from enginery.core.errors import InputError
+from enginery.runtime.tasks import require_task
+from enginery.runtime.tasks.task import InputLimits
+from enginery.serve.batching.queue import OverloadedError, QueueEntry
 from enginery.serve.config import ServeConfig
 from tests import sounds
 from tests.serve.conftest import Running
@@ -90,7 +94,7 @@ def test_a_transcript_has_the_times_of_its_segments(client, content, expected):
 
 @pytest.mark.more
 def test_a_transcript_is_streamed(client, model):
-    content = sounds.wav(sounds.recording(65, seed=65))
+    content = sounds.wav(sounds.recording(65, seed=67))
     (expected,) = model.generate([content], **LANGUAGE)
     *deltas, done = client.audio.transcriptions.create(
         model="listener", file=("call.wav", content), stream=True, **LANGUAGE
@@ -167,6 +171,30 @@ def test_a_file_that_cannot_be_read_is_an_error(server, content):
     assert "expected multipart/form-data" in found.json()["error"]["message"]
     found = httpx.post(f"{server.url}/v1/audio/transcriptions", data={"model": "a"}, timeout=30)
     assert found.status_code == 400
+
+
+def test_recordings_that_are_held_at_once_are_limited(artifact, server):
+    task = require_task(artifact.manifest).open(
+        artifact, artifact.manifest.graphs[0], InputLimits(max_speech_seconds=80)
+    )
+    options = task.Options(language="en")
+    pair = (sounds.silence(35), sounds.RATE)
+    assert len(task.preprocess([pair] * 2, options).rows) == 2
+    with pytest.raises(InputError, match=r"up to audio 2 are 105.0 seconds long together, .* 80"):
+        task.preprocess([pair] * 3, options)
+    with pytest.raises(InputError, match=r"audio 0: its first .* seconds are \d+ chunks, expected"):
+        task.preprocess([pair], task.Options(language="en", chunk_length_s=1))
+    (row,) = task.preprocess([pair], options).rows
+    row.content.part.recording.seconds = 400.0
+    scheduler = server.models.get("listener").scheduler_of(task)
+    entries = [QueueEntry(None, 0, 0, 1, row)]
+    assert scheduler._admit_recordings(entries) == 400
+    scheduler._held_seconds = 300.0
+    try:
+        with pytest.raises(OverloadedError, match="recordings of 300 seconds are being"):
+            scheduler._admit_recordings(entries)
+    finally:
+        scheduler._held_seconds = 0.0
 
 
 def ask(server, fields, content):

@@ -144,6 +144,22 @@ def take(blocks: Iterator[Waveform], count: int) -> Waveform:
     return np.concatenate(taken)
 
 
+def require_short(name: str, seconds: float, most: float) -> None:
+    """Raise InputError if the audio of one call, up to this input, is longer than a server holds.
+
+    Args:
+        name: the input.
+        seconds: duration of all inputs up to it.
+        most: the largest duration; 0 for no limit.
+    """
+    if most and seconds > most:
+        raise InputError(
+            f"the inputs up to {name} are {seconds:,.1f} seconds long together, expected at most "
+            f"{most:,g}.",
+            do="Send them in several requests.",
+        )
+
+
 def most_chunks(seconds: float) -> int:
     """Return the largest number of chunks or windows of so much audio that a server takes."""
     return _FREE_CHUNKS + int(seconds / _LEAST_SECONDS)

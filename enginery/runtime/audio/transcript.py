@@ -31,7 +31,7 @@ class SpeechChunk:
 
 
 def describe_chunks(chunks: Sequence[SpeechChunk]) -> str:
-    """Return a line for each part that has a text, for people.
+    """Return each part that has a text behind its time, for people.
 
     >>> describe_chunks([SpeechChunk(" Hello.", (0.0, 1.5))])
     '[0.00 → 1.50] Hello.'
@@ -40,7 +40,7 @@ def describe_chunks(chunks: Sequence[SpeechChunk]) -> str:
     def clock(seconds: float | None) -> str:
         return "?" if seconds is None else f"{seconds:.2f}"
 
-    return "\n".join(
+    return " ".join(
         f"[{clock(chunk.timestamp[0])} → {clock(chunk.timestamp[1])}] {chunk.text.strip()}"
         for chunk in chunks
         if chunk.text.strip()

@@ -25,6 +25,7 @@ from enginery.core.errors import ArtifactError, InputError
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import TensorSpec
+from enginery.runtime.audio.chunks import require_short
 from enginery.runtime.audio.processor import AudioProcessor, audio_blocks
 from enginery.runtime.audio.transcript import TranscriptDecoder
 from enginery.runtime.decoder_graphs import DecoderGraphs
@@ -367,6 +368,7 @@ class SourceSounds(GenerationInputs):
                 "no_timestamps_token_id, or no token follows it.",
                 do="Leave it out.",
             )
+        held_seconds = 0.0
         for index, sound in enumerate(inputs):
             name = f"audio {index}"
             blocks = audio_blocks(sound, rate, name=name, max_seconds=self.max_seconds)
@@ -382,10 +384,13 @@ class SourceSounds(GenerationInputs):
                 places += after_start(has_time_stamps=recording.has_time_stamps)
                 first, *rest = places
                 if recording.has_time_stamps or part.stride is not None:
+                    require_short(name, held_seconds + recording.seconds, self.max_seconds)
                     yield GenerationRow(first, {}, tuple(rest), part)
                 else:  # a text like others, which may also be one of several
                     arrays = {self._processor.input_name: part.window()}
                     yield GenerationRow(first, arrays, tuple(rest))
+                    recording.seconds = 0.0  # it holds one window
+            held_seconds += recording.seconds
 
     def _previous(self, prompt: Any, places: Places) -> list[int]:
         """Return the tokens of what was said before, with the one in front of it."""

@@ -17,7 +17,7 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord, Manifest
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.model.files import ModelConfig
-from enginery.runtime.audio.chunks import AudioChunk, ChunkLengths, cut
+from enginery.runtime.audio.chunks import AudioChunk, ChunkLengths, cut, require_short
 from enginery.runtime.audio.ctc import CtcDecoder, WordPieceDecoder, open_decoder
 from enginery.runtime.audio.files import MAX_SECONDS
 from enginery.runtime.audio.processor import AudioProcessor, Waveform, audio_blocks, load_audio
@@ -242,6 +242,8 @@ class Transcribe(AudioTask):
                 lengths.require_few(name, count, rate)
             row = self._row(samples, index)
             work.context.append(chunk)
+            held = sum(c.length - c.left - c.right for c in work.context if c is not None)
+            require_short(name, held / rate, self.max_chunked_seconds)
             yield row
 
     def split(
@@ -295,7 +297,7 @@ class Transcribe(AudioTask):
         return TimedTranscription(text, score, tuple(chunks))
 
     def describe(self, result: Transcription) -> str:
-        """Return the text, and with times a line for each part."""
+        """Return the text, with times if they were asked for."""
         if isinstance(result, TimedTranscription):
             return describe_chunks(result.chunks)
         return result.text

@@ -6,7 +6,6 @@ of other tasks in one step each.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -61,8 +60,6 @@ from enginery.runtime.text.token_bytes import TokenBytes
 from enginery.runtime.text.tokenizer import TextTokenizer
 
 _PROBE_TOKENS = 2
-_TOKENS_PER_SECOND = 50
-"""What a second of a recording counts for in a queue: Whisper has a position for 20 ms."""
 _MAX_LOGPROBS = 2**19
 """Maximum number of log-probabilities of a request to a server; one takes about 200 bytes."""
 _COMPARED = ("bad_words_ids", "eos_token_id", "forced_eos_token_id", "stop_strings")
@@ -165,16 +162,6 @@ class TextSearch:
     def new_tokens(self) -> int:
         """Largest number of tokens of a text."""
         return self.search.longest - len(self.search.prompt)
-
-    @property
-    def queued_tokens(self) -> int:
-        """What it counts for in a queue: the tokens of its input and of its texts.
-
-        A second of a recording, whose features it holds, is 50.
-        """
-        seconds = 0.0 if self.part is None else self.part.recording.seconds
-        held = math.ceil(_TOKENS_PER_SECOND * seconds)
-        return self.prompt_tokens + self.new_tokens + held
 
     @property
     def has_pieces(self) -> bool:
@@ -664,7 +651,7 @@ class GenerateFromAudio(Generate):
 
     @override
     def describe(self, result: Generation) -> str:
-        """Return the text, and with times a line for each part."""
+        """Return the text, with times if they were asked for."""
         return (
             describe_chunks(result.chunks) if isinstance(result, TimedGeneration) else result.text
         )

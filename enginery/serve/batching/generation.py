@@ -30,7 +30,12 @@ from enginery.runtime.tasks.generate import Generation, TextSearch
 from enginery.runtime.tasks.task import Row
 from enginery.runtime.tasks.text_generator import TextGenerator
 from enginery.serve.batching.planner import BatchRules
-from enginery.serve.batching.queue import BatchQueue, ClosedError, QueueEntry
+from enginery.serve.batching.queue import (
+    BatchQueue,
+    ClosedError,
+    OverloadedError,
+    QueueEntry,
+)
 from enginery.serve.batching.scheduler import BatchStatistics, Timings
 from enginery.serve.config import ServeConfig
 
@@ -42,6 +47,11 @@ _PAUSE = 3.0
 """Time between two deliveries of pieces, in terms of the time that the event loop took for one."""
 _HOPS = 3
 """Turns of the event loop until a delivery has reached the clients' sockets."""
+_HELD_RECORDINGS = 8
+"""Recordings of the largest duration whose features are held at the same time: 460 MB of the
+default's, with 80 mel bins."""
+_RETRY_SECONDS = 10.0
+"""Time after which some of them may be done."""
 _DECAY = 0.98
 """Factor for the weights of earlier inputs in the estimate of the time per token."""
 
@@ -115,6 +125,9 @@ class GenerationScheduler:
             max_tokens=config.queue_tokens,
             max_wait_seconds=config.max_wait,
         )
+        self._max_held = _HELD_RECORDINGS * config.max_speech_seconds
+        self._held_seconds = 0.0
+        """Duration of the recordings of all requests."""
         self._requests: set[_Request] = set()
         self._batch = RunningBatch(generator.decoder)
         self._running: list[QueueEntry] = []
@@ -187,10 +200,12 @@ class GenerationScheduler:
         for entry in entries:
             search: TextSearch = entry.row.content
             entry.request, entry.weight = request, search.rows
-            entry.tokens = search.queued_tokens
+            entry.tokens = search.prompt_tokens + search.new_tokens
         tokens = [0] * len(entries)
         remaining = len(entries)
+        seconds = self._admit_recordings(entries)
         self._requests.add(request)
+        self._held_seconds += seconds
         try:
             backlog_seconds = queue.put(entries, now=arrived)
             while remaining:
@@ -210,6 +225,24 @@ class GenerationScheduler:
             request.cancelled = True
             queue.cancel(request.entries)
             self._requests.discard(request)
+            self._held_seconds -= seconds
+
+    def _admit_recordings(self, entries: Sequence[QueueEntry]) -> float:
+        """Return the seconds of a request's recordings, whose features stay until they are done.
+
+        Raises:
+            OverloadedError: too many are held for other requests.
+        """
+        parts = (entry.row.content.part for entry in entries)
+        recordings = {part.recording for part in parts if part is not None}
+        seconds = float(sum(recording.seconds for recording in recordings))
+        if recordings and self._held_seconds and self._held_seconds + seconds > self._max_held:
+            raise OverloadedError(
+                f"recordings of {self._held_seconds:.0f} seconds are being transcribed, expected "
+                f"at most {self._max_held:g} with this one of {seconds:.0f}.",
+                retry_after_seconds=_RETRY_SECONDS,
+            )
+        return seconds
 
     def fail_all(self, error: Exception) -> None:
         """Raise an error in every request that waits or runs."""
@@ -349,6 +382,7 @@ class GenerationScheduler:
             entry.request, entry.index, entry.key, entry.length, row, tokens=entry.tokens
         )
         following.weight = entry.weight
+        self._count_done(entry)
         entry.request.entries[entry.index] = following
         try:
             self.queue.put([following], now=time.perf_counter(), admitted=True)
@@ -366,10 +400,13 @@ class GenerationScheduler:
         self._busy_seconds += seconds
         for entry, event in events:
             if isinstance(event, Progress) and event.done:
-                self._done_tokens = self._done_tokens * _DECAY + entry.tokens
-                self._busy_seconds *= _DECAY
+                self._count_done(entry)
         if self._done_tokens:
             self.queue.seconds_per_token = self._busy_seconds / self._done_tokens
+
+    def _count_done(self, entry: QueueEntry) -> None:
+        self._done_tokens = self._done_tokens * _DECAY + entry.tokens
+        self._busy_seconds *= _DECAY
 
     def _deliver(
         self,

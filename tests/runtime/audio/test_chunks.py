@@ -81,7 +81,10 @@ def test_chunks_of_a_server_are_limited(tiny):
     def read(seconds, **options):
         return task.preprocess([(sounds.silence(seconds), sounds.RATE)], task.Options(**options))
 
-    assert len(read(20, chunk_length_s=2).rows) > 10
+    assert len(read(18, chunk_length_s=2).rows) > 10
+    pair = (sounds.silence(9), sounds.RATE)
+    with pytest.raises(InputError, match=r"the inputs up to audio 2 are 2.* seconds long tog"):
+        task.preprocess([pair] * 3, task.Options(chunk_length_s=2))
     for seconds, options, message in (
         (3, {}, "audio 0 is 3.0 seconds long, expected at most 2"),
         (21, {"chunk_length_s": 2}, "audio 0 is 21.0 seconds long, expected at most 20"),
