@@ -421,7 +421,7 @@ def test_only_what_a_person_needs_is_unfolded(page):
     assert set(visible()) == {
         "model",
         "text",
-        *(f"option-{n}" for n in ("normalize", "dimensions", "truncate", "prompt_name")),
+        *(f"option-{n}" for n in ("normalize", "dimensions", "dtype", "truncate", "prompt_name")),
         "key",
     }
 

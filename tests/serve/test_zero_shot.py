@@ -94,7 +94,7 @@ def test_rows_of_a_file_get_the_labels(judge, expected, tmp_path, exported):
         assert row["label"] == labels[0]["label"]
         assert [score["label"] for score in row["scores"]] == [label["label"] for label in labels]
     other = exported("bert", "feature-extraction")
-    with pytest.raises(OptionError, match="'candidate_labels' is given, but the model does"):
+    with pytest.raises(OptionError, match="'candidate_labels' is given, but the model embeds"):
         predict_file(other, tmp_path / "rows.jsonl", tmp_path / "no.jsonl", **options)
 
 

@@ -101,6 +101,10 @@ def run(path: Path) -> None:
 def use_texts(model: Model, texts: list[str], pairs: list[tuple[str, str]]) -> None:
     assert_type(model.embed(texts, normalize=True, dimensions=64), NDArray[np.float32])
     assert_type(model.embed([[101, 2023, 102]], prompt_name="query"), NDArray[np.float32])
+    assert_type(model.embed(texts, dtype="int8"), NDArray[Any])
+    assert_type(model.embed_tokens(texts), list[NDArray[np.float32]])
+    assert_type(model.embed_sparse(texts, max_active_dims=9)[0].values, NDArray[np.float32])
+    model.embed(texts, dtype="int4")  # type: ignore[call-overload]
     assert_type(model.classify(texts, top_k=2, activation="softmax"), list[Classification])
     assert_type(model.classify(pairs, instruction="Is it about cats?"), list[Classification])
     assert_type(model.classify(texts)[0].score, float)
@@ -109,9 +113,9 @@ def use_texts(model: Model, texts: list[str], pairs: list[tuple[str, str]]) -> N
     assert_type(model.answer([{"question": "Who?", "context": "Ada."}])[0][0].text, str)
     assert_type(model.fill(texts, top_k=3, truncate=False), list[MaskFillings])
     assert_type(model.fill(texts)[0].masks[0][0].token, str)
-    model.embed(texts, normalise=True)  # type: ignore[call-arg]
-    model.embed(texts, dimensions="64")  # type: ignore[arg-type]
-    model.embed(texts, True)  # type: ignore[call-arg]
+    model.embed(texts, normalise=True)  # type: ignore[call-overload]
+    model.embed(texts, dimensions="64")  # type: ignore[call-overload]
+    model.embed(texts, True)  # type: ignore[call-overload]
     model.classify(texts, activation="relu")  # type: ignore[arg-type]
     model.tag(pairs)  # type: ignore[arg-type]
     model.answer(texts)  # type: ignore[arg-type]

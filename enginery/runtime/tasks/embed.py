@@ -345,7 +345,7 @@ def finish_vectors(
         finished = np.ascontiguousarray(finished[:, : options.dimensions])
     if options.normalize:
         finished = unit_vectors(finished)
-    return to_dtype(finished, options.dtype)
+    return finished if options.dtype == "float32" else to_dtype(finished, options.dtype)
 
 
 def require_dimensions(options: VectorOptions, size: int) -> None:
