@@ -637,8 +637,8 @@ class Model(Closeable):
                 `prompt` are about them.
 
         Returns:
-            `num_return_sequences` results for each input, in order, of the type `TimedGeneration` with
-            `return_timestamps`.
+            `num_return_sequences` results for each input, in order; with `return_timestamps` of
+            the type `TimedGeneration`.
         """
         generator = self._generator("generate")
         if batch_size < 1:
