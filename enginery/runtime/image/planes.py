@@ -4,7 +4,7 @@ A model gives a plane of scores for each label, a few pixels high. At the size o
 together take gigabytes, so they are scaled strip by strip, and only those that can be the best one
 somewhere in the strip.
 
->>> planes = np.array([[[0.0, 4.0]], [[1.0, 1.0]]], np.float32)
+>>> planes = np.array([[[-4.0, 4.0]], [[1.0, 1.0]]], np.float32)
 >>> best_planes(planes, (1, 4)).tolist()
 [[1, 1, 0, 0]]
 """
