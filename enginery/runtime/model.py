@@ -442,7 +442,7 @@ class Model(Closeable):
                 `prompt` are about them.
 
         Returns:
-            `num_return_sequences` results for each input, in order, of the type `TimedGeneration` with
+            `num_return_sequences` results for each input, in order; `TimedGeneration` with
             `return_timestamps`.
         """
         generator = self._generator("generate")
