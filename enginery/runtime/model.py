@@ -637,8 +637,8 @@ class Model(Closeable):
                 `prompt` are about them.
 
         Returns:
-            `num_return_sequences` results for each input, in order; with `return_timestamps` of
-            the type `TimedGeneration`.
+            `num_return_sequences` results for each input, in order; `TimedGeneration` with
+            `return_timestamps`.
         """
         generator = self._generator("generate")
         if batch_size < 1:
