@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from enginery.core.errors import InputError
 from enginery.runtime.generation.guide import Guide
-from enginery.runtime.generation.options import GenerationOptions
+from enginery.runtime.generation.options import MAX_TOP_LOGPROBS, GenerationOptions
 from enginery.runtime.generation.processors import (
     Processor,
     Scores,
@@ -219,9 +219,10 @@ class SequentialSearch(Search):
         drawn = self._drawn if self.options.do_sample else 1
         if self._processors or not drawn:
             return Need(logits=True)
-        # With more than one come log-probabilities.
-        top = self.options.top_logprobs
-        return Need(best=drawn if top is None else max(drawn, top, 2))
+        if self.options.top_logprobs is None:
+            return Need(best=drawn)
+        # One number for all, since a GPU prepares for each number of best tokens.
+        return Need(best=max(drawn, MAX_TOP_LOGPROBS))
 
     @property
     def _drawn(self) -> int:
