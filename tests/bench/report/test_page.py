@@ -27,6 +27,8 @@ from tests.bench.sample_results import (
 )
 from tests.reports import samples
 
+EMPTY_FIGURE = '<svg xmlns="http://www.w3.org/2000/svg" width="460.8pt" height="259.2pt"/>'
+
 
 class Outline(HTMLParser):
     """The tags, links and texts of a page."""
@@ -73,7 +75,7 @@ def drawn(tmp_path):
     advice = Advice("threads", "too many", "9 threads on 4 cores", "Pass --threads 4.")
     save_result(artifact.path, replace(make_sweep_result(), advice=[advice]))
     for name in ("quantization.svg", "lengths.svg", "layer-errors.svg"):
-        (artifact.path / "reports" / name).write_text("<svg></svg>")
+        (artifact.path / "reports" / name).write_text(EMPTY_FIGURE)
     return artifact
 
 
