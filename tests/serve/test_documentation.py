@@ -41,7 +41,8 @@ def commands(program):
     return found
 
 
-CURLS = commands("curl")
+# Speech needs Whisper, whose routes are asked in test_speech.py.
+CURLS = [command for command in commands("curl") if "/v1/audio/" not in command]
 
 
 @pytest.fixture(scope="module")
