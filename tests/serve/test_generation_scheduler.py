@@ -76,7 +76,9 @@ def entry():
 
 
 def open_scheduler(decoder, loop, steps=None):
-    task = SimpleNamespace(collate=lambda rows, width: {}, has_encoder=False)
+    task = SimpleNamespace(
+        collate=lambda rows, width: {}, has_encoder=False, following=lambda row: None
+    )
     return GenerationScheduler(
         SimpleNamespace(decoder=decoder, task=task),
         ServeConfig(generation_rows=32, queue_inputs=100, queue_tokens=10_000, max_wait=60),
