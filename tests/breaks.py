@@ -447,8 +447,8 @@ BREAKS = (
     ),
     Break(
         "serve/api/completions.py",
-        "results[step.index * self.count + position] = (",
-        "results[step.index + position] = (",
+        "results[index] = _Piece(index, text, finish, logprobs)",
+        "results[step.index + position] = _Piece(index, text, finish, logprobs)",
         "texts of several prompts with several answers each are mixed up",
         "tests/serve/test_completions.py",
     ),

@@ -80,6 +80,7 @@ def functions(artifact, folder, others):
             enginery.Recipe.parse("{model: org/name, stages: [export, {lint: {}}]}")
         ),
         "validate_model": lambda: enginery.validate_model(artifact),
+        "write_report": lambda: enginery.write_report(artifact),
     }
     for name, path in others.items():  # what needs a package only for some models
         inputs = [str(folder / "sound.wav")] if "audio" in name else ["The engine"]

@@ -63,6 +63,7 @@ BARE = {
     "quantize_model": "gpu,export,tensorrt-rtx",
     "run_recipe": "gpu,export",
     "validate_model": "gpu,export",
+    "write_report": WORKS,
 }
 """What is missing in the bare install; or the address that nothing answers at."""
 

@@ -110,7 +110,7 @@ def test_the_report_has_engines_notes_and_the_stage(tmp_path, own_home, built):
     assert any("5 to 7" in note for note in report["notes"]), "the gap between the profiles"
     assert any("only the first profile of an engine" in note for note in report["notes"])
     (said,) = (note for note in report["notes"] if "Triton" in note)
-    assert "build those with --flavor tensorrt on the GPU that runs them" in said
+    assert "on the server's GPU, build with --flavor tensorrt --capability current" in said
     record = made.manifest.stages[-1]
     assert list(record.notes) == [report["summary"], *report["notes"]]
     assert record.fields == report["fields"]
