@@ -32,6 +32,7 @@ from enginery import (
     quantize_model,
     run_recipe,
     validate_model,
+    write_report,
 )
 from enginery.api import RunResult, lint_model
 from enginery.deploy.kserve.stage import KserveExport
@@ -47,6 +48,7 @@ from enginery.runtime.providers import CudaOptions, ProviderSpec
 from enginery.runtime.tasks.answer import ContextAnswer
 from enginery.runtime.tasks.audio import Transcription
 from enginery.runtime.tasks.classify import Classification
+from enginery.runtime.tasks.detect import Box
 from enginery.runtime.tasks.fill import MaskFillings
 from enginery.runtime.tasks.generate import Generation
 from enginery.runtime.tasks.tag import TokenSpan
@@ -60,6 +62,7 @@ def export_and_check(path: Path) -> None:
     assert_type(validate_model(path).passed, bool)
     assert_type(lint_model(artifact, target="cuda"), list[LintReport])
     assert_type(bench_model(artifact, path, against="none", batch="1,8"), BenchResult)
+    assert_type(write_report(artifact), Path)
     export_model("org/name", tsak="ner")  # type: ignore[call-arg]
     export_model("org/name", opset="20")  # type: ignore[arg-type]
     export_model("org/name", dtype="fp8")  # type: ignore[arg-type]
@@ -126,10 +129,14 @@ def use_media(model: Model, image: Image, pixels: NDArray[np.uint8], path: Path)
     samples = np.zeros(16_000, np.float32)
     assert_type(model.classify_images([image, pixels, path], top_k=1), list[Classification])
     assert_type(model.embed_images(["cat.png", b"..."], dimensions=8), NDArray[np.float32])
+    assert_type(model.detect([image], threshold=0.9)[0][0].box, Box)
+    assert_type(model.segment([path], subtask="semantic")[0][0].mask, str)
+    assert_type(model.zero_shot_images([pixels], ["cat", "boat"]), list[Classification])
     assert_type(model.classify_audio([path], activation="sigmoid"), list[Classification])
     assert_type(model.transcribe([(samples, 16_000), "a.wav"])[0].text, str)
     assert_type(model.transcribe([{"array": samples, "sampling_rate": 8000}]), list[Transcription])
     model.classify_images([image], dimensions=8)  # type: ignore[call-arg]
+    model.segment([image], subtask="instance")  # type: ignore[arg-type]
     model.embed_images([1])  # type: ignore[list-item]
     model.transcribe([samples])  # type: ignore[list-item]
 

@@ -105,9 +105,10 @@ class SegmentImages(ImageTask):
     @classmethod
     def fits(cls, manifest: Manifest, record: GraphRecord | None) -> bool:
         """Return True for outputs of transformers' semantic or panoptic models."""
+        if not super().fits(manifest, record):
+            return False
         graph = record or next(iter(manifest.graphs), None)
-        is_known = any(has_outputs(graph, outputs) for outputs in (_SEMANTIC, *_QUERIES))
-        return super().fits(manifest, record) and is_known
+        return any(has_outputs(graph, outputs) for outputs in (_SEMANTIC, *_QUERIES))
 
     @classmethod
     def open(cls, artifact: Artifact, record: GraphRecord, limits: InputLimits = NO_LIMITS) -> Self:

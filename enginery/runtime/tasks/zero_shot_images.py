@@ -73,9 +73,10 @@ class ZeroShotImages(ImageTask):
     @classmethod
     def fits(cls, manifest: Manifest, record: GraphRecord | None) -> bool:
         """Return True for a graph that compares texts and images."""
+        if not has_two_towers(manifest, record):
+            return False
         graph = record or next(iter(manifest.graphs), None)
-        names = {spec.name for spec in graph.outputs} if graph else set()
-        return has_two_towers(manifest, record) and _LOGITS in names
+        return graph is not None and _LOGITS in {spec.name for spec in graph.outputs}
 
     @classmethod
     def open(cls, artifact: Artifact, record: GraphRecord, limits: InputLimits = NO_LIMITS) -> Self:
