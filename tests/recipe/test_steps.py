@@ -18,6 +18,12 @@ QUICK = (
 
 
 @pytest.fixture
+def own_home(monkeypatch, tmp_path):
+    """A store that nobody reads while `force` replaces what is in it."""
+    monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture
 def write(tiny_model, tmp_path):
     """`write("- lint")`: a recipe with these stages behind the export, beside its data."""
     model = tiny_model("bert", "text-classification")
@@ -139,7 +145,9 @@ def test_copy_of_an_artifact_that_failed_is_marked_as_failed(write, tmp_path, mo
 
 
 @pytest.mark.more
-def test_bench_leaves_its_report_and_measures_again_for_other_options_alone(write, tmp_path):
+def test_bench_leaves_its_report_and_measures_again_for_other_options_alone(
+    write, tmp_path, own_home
+):
     path = write(f"bench: {QUICK}", out="out")
     first = run_recipe(path)
     assert worked(first)["bench"]
@@ -306,7 +314,7 @@ def stored(path):
     return run_recipe(path).artifact.path
 
 
-def test_a_recipes_trust_holds_for_the_stages_behind_the_export(write, monkeypatch):
+def test_a_recipes_trust_holds_for_the_stages_behind_the_export(write, monkeypatch, own_home):
     from enginery.bench import stage as bench
 
     granted = []

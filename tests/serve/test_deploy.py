@@ -15,6 +15,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from enginery.core.version import __version__
 from enginery.runtime.nvml import Nvml
 from enginery.serve.batching.scheduler import BatchStatistics, Timings
 from enginery.serve.config import ServeConfig
@@ -170,6 +171,25 @@ def test_dockerfile_starts_the_server_itself_and_asks_its_health(name):
     (url,) = re.findall(r"http://127\.0\.0\.1:(\d+)(/[\w/]+)", words[2])
     assert url == (port, "/v2/health/ready")
     assert found["EXPOSE"] == port
+
+
+BUILDER = next((name for name in ("docker", "podman", "buildah") if shutil.which(name)), "")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not BUILDER, reason="docker, podman or buildah is needed")
+@pytest.mark.parametrize("name", ["Dockerfile.cpu", "Dockerfile.tensorrt-rtx"])
+def test_image_is_built(name):
+    """The image for CUDA takes gigabytes, and is left out."""
+    tag = name.lower().replace("dockerfile.", "enginery-test:")
+    words = [BUILDER, "build", "--file", str(DEPLOY / name), "--tag", tag, str(ROOT)]
+    built = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout[-2000:] + built.stderr[-2000:]
+    words = [BUILDER, "run", "--rm", "--entrypoint", "enginery", tag, "--version"]
+    if BUILDER == "buildah":  # it runs containers, not images
+        container = subprocess.check_output([BUILDER, "from", "--pull=never", tag], text=True)
+        words = [BUILDER, "run", container.strip(), "--", "enginery", "--version"]
+    assert subprocess.check_output(words, text=True).strip() == __version__
 
 
 # Kubernetes

@@ -50,7 +50,7 @@ class _GreedyRows:
         self._rows = list(range(len(sequences)))
         self._appends = [sequence.tokens.append for sequence in sequences]
         self._ends = frozenset(end for s in sequences for end in s.options.eos_token_id)
-        self._has_stops = any(sequence.stops is not None for sequence in sequences)
+        self._has_stops = any(sequence.rules.stops is not None for sequence in sequences)
         self._left = min(sequence.longest - len(sequence.tokens) for sequence in sequences)
 
     def running(self) -> list[_Running]:

@@ -107,6 +107,18 @@ class Hypothesis:
     """One for each token; none if they were not asked for."""
 
 
+@dataclass(frozen=True)
+class TextRules:
+    """What bounds the texts of a search beside the options."""
+
+    stops: StopsAt | None = None
+    """None if there are no stop strings."""
+    guide: Guide | None = None
+    """What keeps texts to a schema; None for any text."""
+    time_stamps: TimeStamps | None = None
+    """The rules of time stamps; None for texts without."""
+
+
 @dataclass
 class Search(ABC):
     """The state of one input."""
@@ -116,12 +128,7 @@ class Search(ABC):
     options: GenerationOptions
     longest: int
     """The largest length, with the prompt."""
-    stops: StopsAt | None = None
-    """None if there are no stop strings."""
-    guide: Guide | None = None
-    """What keeps texts to a schema; None for any text."""
-    time_stamps: TimeStamps | None = None
-    """None if the sequences have none."""
+    rules: TextRules = TextRules()
 
     done: bool = field(default=False, init=False)
     error: Exception | None = field(default=None, init=False)
@@ -135,10 +142,10 @@ class Search(ABC):
         options = self.options
         self._ends = frozenset(options.eos_token_id)
         self._processors = make_processors(options, prompt=len(self.prompt), longest=self.longest)
-        if self.guide is not None:
-            self._processors.append(self.guide)
-        if self.time_stamps is not None:  # they come last, as in transformers
-            self._processors.append(partial(self.time_stamps, begin=len(self.prompt)))
+        if self.rules.guide is not None:
+            self._processors.append(self.rules.guide)
+        if self.rules.time_stamps is not None:  # they come last, as in transformers
+            self._processors.append(partial(self.rules.time_stamps, begin=len(self.prompt)))
         self._warpers = make_warpers(options) if options.do_sample else []
         self._random = np.random.default_rng(
             secrets.randbits(64) if options.seed is None else options.seed
@@ -188,9 +195,10 @@ class Search(ABC):
         """Return how a sequence with its prompt has ended; empty if it goes on."""
         if tokens[-1] in self._ends:
             return "stop"
-        if self.stops is not None and self.stops(list(tokens[len(self.prompt) :])):
+        stops, guide = self.rules.stops, self.rules.guide
+        if stops is not None and stops(list(tokens[len(self.prompt) :])):
             return "stop"
-        if self.guide is not None and self.guide.is_complete(tokens):
+        if guide is not None and guide.is_complete(tokens):
             return "stop"
         return "length" if len(tokens) >= self.longest else ""
 
@@ -536,7 +544,7 @@ class PromptedSearch(Search):
         if len(self._chosen) == len(self.rest):
             prompt = (*self.prompt, *self._chosen)
             self._search = _search_kind(self.options)(
-                prompt, self.options, self.longest, self.stops, self.guide, self.time_stamps
+                prompt, self.options, self.longest, self.rules
             )
         return Move([tokens[best]], [0])
 
@@ -607,10 +615,8 @@ def make_search(
     options: GenerationOptions,
     *,
     positions: int | None,
-    stops: StopsAt | None = None,
-    guide: Guide | None = None,
+    rules: TextRules = TextRules(),
     rest: Sequence[Sequence[int]] = (),
-    time_stamps: TimeStamps | None = None,
 ) -> Search:
     """Return the search of one input.
 
@@ -618,15 +624,13 @@ def make_search(
         prompt: the decoder's prompt: the input itself, or the start token of an encoder-decoder.
         options: the options.
         positions: the decoder's limit; None if it has none.
-        stops: tells whether generated tokens end with a stop string; None without stop strings.
-        guide: keeps the texts to a schema; None for any text.
+        rules: what bounds the texts beside the options.
         rest: what follows the prompt before the first new token, see `PromptedSearch`.
-        time_stamps: the rules of time stamps; None for sequences without.
 
     Raises:
         InputError: the prompt alone reaches the largest length.
     """
     longest = options.longest(len(prompt) + len(rest), positions)
     if rest:
-        return PromptedSearch(tuple(prompt), options, longest, stops, guide, time_stamps, rest)
-    return _search_kind(options)(tuple(prompt), options, longest, stops, guide, time_stamps)
+        return PromptedSearch(tuple(prompt), options, longest, rules, rest)
+    return _search_kind(options)(tuple(prompt), options, longest, rules)

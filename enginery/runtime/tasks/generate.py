@@ -38,7 +38,13 @@ from enginery.runtime.generation.options import (
     read_generation_config,
 )
 from enginery.runtime.generation.recording import Recording, RecordingPart
-from enginery.runtime.generation.search import Hypothesis, Search, TokenLogprob, make_search
+from enginery.runtime.generation.search import (
+    Hypothesis,
+    Search,
+    TextRules,
+    TokenLogprob,
+    make_search,
+)
 from enginery.runtime.generation.stream import TextStream
 from enginery.runtime.tasks.results import Alternatives, ColumnName, Result
 from enginery.runtime.tasks.task import (
@@ -494,16 +500,13 @@ class Generate(Task):
             if options.eos_token_id != self.defaults.eos_token_id:
                 raise InputError("json_schema: a text ends with the model's own eos_token_id.")
             guide = self._grammars.guide(options.json_schema, prompt=row.prompt_length)
+        rules = TextRules(
+            (lambda tokens: any(stop in self.decode(tokens) for stop in stops)) if stops else None,
+            guide,
+            None if row.part is None else row.part.recording.search_stamps,
+        )
         return make_search(
-            row.prompt,
-            options,
-            positions=self.positions,
-            rest=row.rest,
-            guide=guide,
-            stops=(lambda tokens: any(stop in self.decode(tokens) for stop in stops))
-            if stops
-            else None,
-            time_stamps=None if row.part is None else row.part.recording.search_stamps,
+            row.prompt, options, positions=self.positions, rules=rules, rest=row.rest
         )
 
     def following(self, row: Row) -> Row | None:

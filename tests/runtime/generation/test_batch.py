@@ -12,7 +12,7 @@ from enginery.runtime.decoder_graphs import DecoderGraphs
 from enginery.runtime.generation.batch import RunningBatch
 from enginery.runtime.generation.decoder import CachedDecoder
 from enginery.runtime.generation.options import GenerationOptions
-from enginery.runtime.generation.search import Need, make_search
+from enginery.runtime.generation.search import Need, TextRules, make_search
 from enginery.runtime.onnxruntime.runner import OrtRunner
 
 MORE = pytest.mark.more
@@ -118,7 +118,7 @@ def test_search_that_fails_leaves_and_the_others_go_on(decoder):
     batch = RunningBatch(decoder)
     kept, failing = (search(prompt, eos_token_id=()) for prompt in PROMPTS[:2])
     batch.add([failing, kept])
-    failing.stops = lambda _: 1 / 0
+    failing.rules = TextRules(stops=lambda _: 1 / 0)
     batch.step()
     assert isinstance(failing.error, ZeroDivisionError)
     assert failing.done

@@ -404,16 +404,17 @@ class OnGpu:
 def on_gpu(fixed, monkeypatch):
     """The same decoder as on a GPU; its memory is the host's."""
     fixed._runner.session = OnGpu(fixed._runner.session)
-    open_session = Operators._open
+    operators = fixed._operators
+    open_session = operators._open
 
-    def open_on_gpu(self, graph, *, records=False):
-        monkeypatch.setattr(self, "_on_gpu", False)  # there is no GPU to open it on
-        session = open_session(self, graph)
-        monkeypatch.setattr(self, "_on_gpu", True)
+    def open_on_gpu(graph, *, records=False):
+        monkeypatch.setattr(operators, "_on_gpu", False)  # there is no GPU to open it on
+        session = open_session(graph)
+        monkeypatch.setattr(operators, "_on_gpu", True)
         return OnGpu(session)
 
-    monkeypatch.setattr(Operators, "_open", open_on_gpu)
-    monkeypatch.setattr(fixed._operators, "_on_gpu", True)
+    monkeypatch.setattr(operators, "_open", open_on_gpu)
+    monkeypatch.setattr(operators, "_on_gpu", True)
     monkeypatch.setattr(fixed, "_captures", True)
     monkeypatch.setattr(fixed, "_on_gpu", True)
     return fixed

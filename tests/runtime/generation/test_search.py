@@ -9,7 +9,7 @@ import pytest
 from enginery.core.errors import InputError
 from enginery.runtime.generation.options import GenerationOptions
 from enginery.runtime.generation.processors import log_softmax
-from enginery.runtime.generation.search import Candidates, make_search
+from enginery.runtime.generation.search import Candidates, TextRules, make_search
 
 END, PAD, VOCABULARY = 3, 0, 12
 SEED = 4  # some sequences end, others reach the largest length
@@ -246,7 +246,7 @@ def test_end_tokens_cost_no_step_a_text():
     options = GenerationOptions(
         num_beams=4, max_new_tokens=9, eos_token_id=tuple(range(64)), stop_strings=("a",)
     )
-    search = make_search([99], options, positions=None, stops=texts.append)
+    search = make_search([99], options, positions=None, rules=TextRules(texts.append))
     logits = np.zeros((1, 500), np.float32)
     logits[0, 100:] = 5
     search.advance(Candidates(np.empty((1, 0), np.int64), logits=logits))
