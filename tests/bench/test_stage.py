@@ -81,7 +81,7 @@ def test_backends_run_and_the_artifact_keeps_the_result(bert):
     assert "reports/benchmark.json" in after.reports
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_two_artifacts_are_compared(bert, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(bert.path, other)
@@ -106,7 +106,7 @@ def test_backend_that_fails_to_start_is_an_error_if_named_and_left_out_by_auto(b
     assert [record.name for record in result.contenders] == ["enginery", "onnxruntime", "optimum"]
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_advice_on_threads_and_padding(bert, tmp_path):
     texts = tmp_path / "texts.txt"
     texts.write_text("\n".join(["warm", "the engine is warm and the pump runs again " * 4] * 8))
@@ -243,7 +243,7 @@ def test_missing_model_is_an_error(tmp_path):
         bench(tmp_path)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_accuracy_stands_beside_the_latency_of_each_artifact(exported, copied, tmp_path):
     artifact = copied(exported("bert", "text-classification"))
     texts = ["The engine is warm.", "Nobody knows.", "A small cat sleeps.", "The rain is cold."]

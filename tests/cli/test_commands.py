@@ -872,7 +872,7 @@ def test_reader_that_goes_away_is_not_an_error(tiny, home):
         assert without_reader(*words) == (0, b"")
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_reader_that_goes_away_does_not_change_the_answer(artifact):
     words = ("validate", artifact, "--max-abs-error", "1e-12", "--quiet")
     assert in_pipe(*words).status == 1

@@ -157,7 +157,7 @@ def test_a_model_without_head_has_a_cache(exported_type):
     assert report.passed, report.summary
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_capped_attention_scores_are_exported(exported_type):
     report = validate_model(exported_type("gemma2", "text-generation-with-past"), effort="quick")
     assert report.passed, report.summary

@@ -61,7 +61,7 @@ def test_the_graph_stands_beside_the_decoder(optimized):
     assert model.generate(**inputs, max_new_tokens=2).shape[1] > inputs["input_ids"].shape[1]
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_models_with_rms_normalization_are_cast_and_fp32_is_scattered(optimized):
     artifact = optimized("llama", precision="fp16")
     for record in artifact.manifest.graphs:

@@ -132,7 +132,7 @@ def test_errors_of_texts_come_through(stubborn):
         watchdog(fails, ["a"])
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_run_ends_where_too_many_texts_are_stuck(stubborn):
     encode, watchdog = stubborn(*"abcd"), TokenizerWatchdog()
     for text in "abc":

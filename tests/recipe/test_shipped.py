@@ -118,7 +118,7 @@ def test_bert_classification_int8_says_that_it_wants_texts(monkeypatch):
         Recipe.load(RECIPES / "bert-classification-int8.yaml")
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_release_runs(run, tiny_model, reviews, tmp_path, monkeypatch):
     monkeypatch.setenv("REVIEWS", str(reviews))
     monkeypatch.setenv("SECONDS", "1")

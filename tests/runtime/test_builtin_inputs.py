@@ -83,7 +83,7 @@ def test_series_have_a_rhythm_and_differ():
     assert powers[2:].argmax() + 2 == 240 // 24
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_a_folder_of_sounds_calibrates_and_validates(artifacts, tmp_path):
     for index in range(8):
         (tmp_path / f"{index}.wav").write_bytes(wav(speech(0.5, seed=index)))
