@@ -61,8 +61,8 @@ def compare_objects(
     if len(objects) != len(expected):
         return largest, f"{len(objects)} objects are found, by the reference {len(expected)}"
     which, item = ("it lacks the", missing[0]) if missing else ("the reference has no", surplus[0])
-    place = ", ".join(str(item["box"][side]) for side in _SIDES)
-    return largest, f"{which} {item['label']} at ({place}) with the score {item['score']:.4g}"
+    sides = ", ".join(str(item["box"][side]) for side in _SIDES)
+    return largest, f"{which} {item['label']} at ({sides}) with the score {item['score']:.4g}"
 
 
 def _boxes(objects: Sequence[Object]) -> NDArray[np.float64]:

@@ -58,10 +58,10 @@ def compare_segments(
         if not fitting:
             different += int(mask.sum())
             continue
-        apart = {index: int((segments.masks[index] != mask).sum()) for index in fitting}
-        best = min(fitting, key=apart.__getitem__)
+        differing_pixels = {index: int((segments.masks[index] != mask).sum()) for index in fitting}
+        best = min(fitting, key=differing_pixels.__getitem__)
         free.remove(best)
-        different += apart[best]
+        different += differing_pixels[best]
         largest = max(largest, _score_difference(segments.labels[best][1], score))
     different += sum(int(segments.masks[index].sum()) for index in free)
     if different <= allowed:

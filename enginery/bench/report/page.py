@@ -180,10 +180,10 @@ def _other_inputs(
     """Say why the two stages have different cosines; nothing if one of them has none."""
     if not validation or not validation.accuracy or not quantization or not quantization.accuracy:
         return []
-    measured, found = quantization.accuracy, validation.accuracy.found
+    held_out, validated = quantization.accuracy, validation.accuracy.found
     return [
-        f"quantize measured a mean cosine of {measured.cosine:.4f} on {measured.rows} held-out "
-        f"rows, validate one of {found.cosine:.4f} on {found.rows} real inputs of its own: "
+        f"quantize measured a mean cosine of {held_out.cosine:.4f} on {held_out.rows} held-out "
+        f"rows, validate one of {validated.cosine:.4f} on {validated.rows} real inputs of its own: "
         "the inputs are others, so the two numbers differ"
     ]
 

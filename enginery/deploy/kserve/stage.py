@@ -162,18 +162,15 @@ def _provider_with_engine(artifact: Artifact, provider: DeployProvider) -> Deplo
             return flavor.name
     titles = " or ".join(f"{flavor.title} {flavor.major}" for flavor in flavors)
     engine_names = ", ".join(engine.name for engine in engines) or "none"
-    remedies = [
-        f"on a GPU of the cluster's type, enginery build {artifact.path} --flavor {CLASSIC.name} "
-        "--capability current",
-        f"on any machine, enginery build {artifact.path} --capability with one of "
+    remedies = {
+        CLASSIC: f"on a GPU of the cluster's type, enginery build {artifact.path} --flavor "
+        f"{CLASSIC.name} --capability current",
+        RTX: f"on any machine, enginery build {artifact.path} --capability with one of "
         f"{', '.join(RTX.capabilities)}",
-    ]
-    do = " Or ".join(
-        remedy for flavor, remedy in zip((CLASSIC, RTX), remedies, strict=True) if flavor in flavors
-    )
+    }
     raise ArtifactError(
         f"{artifact.path} has no engine of {titles}, found {engine_names}.",
-        do=f"Build one {do}.",
+        do=f"Build one {' or '.join(remedies[flavor] for flavor in flavors)}.",
     )
 
 

@@ -100,8 +100,8 @@ class ChunkLengths:
 def _seconds(name: str, value: Any, most: float) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 <= value <= most:
-        found = reprlib.repr(value)
-        raise InputError(f"{name}: found {found}, expected seconds from 0 to {most:g}.")
+        shown = reprlib.repr(value)
+        raise InputError(f"{name}: found {shown}, expected seconds from 0 to {most:g}.")
     return float(value)
 
 

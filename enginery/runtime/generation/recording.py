@@ -223,10 +223,12 @@ class RecordingPart:
         """
         recording, shape = self.recording, self.recording.shape
         window = min(self.frames - self.begin, shape.frames)
-        kept, step = list(tokens), window
+        transcribed, step = list(tokens), window
         if recording.time_stamps is not None:
-            kept, step = recording.time_stamps.split(tokens, window=window, stride=shape.stride)
-        self.tokens += kept
+            transcribed, step = recording.time_stamps.split(
+                tokens, window=window, stride=shape.stride
+            )
+        self.tokens += transcribed
         self.begin += step
         self.windows += 1
         if finish == "length":

@@ -2,7 +2,7 @@
 
     rules = TimeStamps(first=50364, end=50257, max_initial=50)
     scores = rules(tokens, scores, begin=4)
-    kept, frames = rules.split(generated, window=3000, stride=2)
+    transcribed, frames = rules.split(generated, window=3000, stride=2)
 
 A time stamp is a token; `first` is that of 0 seconds, and each further one stands for a position of
 the encoder, 20 ms. The rules are those of transformers 4.57, `WhisperTimeStampLogitsProcessor` and

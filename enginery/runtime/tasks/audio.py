@@ -265,8 +265,8 @@ class Transcribe(AudioTask):
         results: list[Transcription] = []
         frames: list[tuple[NDArray[Any], NDArray[Any]]] = []
         for chunk, (ids, scores) in zip(work.context, outputs, strict=True):
-            kept = slice(None) if chunk is None else self._kept_frames(chunk)
-            frames.append((ids[kept], scores[kept]))
+            inner = slice(None) if chunk is None else self._kept_frames(chunk)
+            frames.append((ids[inner], scores[inner]))
             if chunk is None or chunk.is_last:
                 results.append(self._transcription(frames, options))
                 frames = []

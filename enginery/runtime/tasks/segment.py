@@ -224,14 +224,14 @@ class SegmentImages(ImageTask):
             options: the thresholds.
         """
         labels, best = scores.argmax(axis=-1), scores.max(axis=-1)
-        kept = np.flatnonzero((labels != scores.shape[-1] - 1) & (best > options.threshold))
-        if not len(kept):
+        queries = np.flatnonzero((labels != scores.shape[-1] - 1) & (best > options.threshold))
+        if not len(queries):
             return
-        planes = planes[kept] * best[kept, None, None]
+        planes = planes[queries] * best[queries, None, None]
         owners = best_planes(planes, size)
-        areas = np.bincount(owners.reshape(-1), minlength=len(kept))
+        areas = np.bincount(owners.reshape(-1), minlength=len(queries))
         names = label_names(self.config, scores.shape[-1] - 1)
-        for query, index in enumerate(kept.tolist()):
+        for query, index in enumerate(queries.tolist()):
             if not areas[query]:
                 continue
             whole = count_at_least(planes[query], size, options.mask_threshold)

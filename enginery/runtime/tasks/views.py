@@ -173,9 +173,9 @@ class EmbedSparse(View):
         self, work: ModelInputs, outputs: Sequence[Any], options: SparseOptions
     ) -> list[SparseVector]:
         """Return a `SparseVector` for each text."""
-        most = options.max_active_dims
+        count = options.max_active_dims
         return [
-            SparseVector(*(_largest(indices, values, most) if most else (indices, values)))
+            SparseVector(*(_largest(indices, values, count) if count else (indices, values)))
             for indices, values in outputs
         ]
 
@@ -194,8 +194,8 @@ def _largest(
     """Return the `count` largest weights, in the order of their indices."""
     if len(values) <= count:
         return indices, values
-    kept = np.sort(np.argsort(-values, kind="stable")[:count])
-    return indices[kept], values[kept]
+    largest = np.sort(np.argsort(-values, kind="stable")[:count])
+    return indices[largest], values[largest]
 
 
 VIEWS: dict[str, type[View]] = {view.verb: view for view in (EmbedTokens, EmbedSparse)}

@@ -61,70 +61,34 @@ class ImageSegment(Schema):
     """A PNG in base64: 255 for the pixels of the segment, else 0."""
 
 
-def _paths(task: str) -> tuple[str, str]:
-    return f"/{task}", f"/models/{{model}}/{task}"
+def _declare(task: str, verb: str, item: Any, summary: str) -> None:
+    """Declare the route of a task, whose results are lists of items."""
+
+    @routes.post(
+        f"/{task}",
+        f"/models/{{model}}/{task}",
+        summary=summary,
+        body=PredictAnyRequest,
+        other_bodies=_BODIES,
+        response=list[item] | list[list[item]],
+        statuses=INFERENCE_STATUSES,
+        runs_model=True,
+    )
+    async def answer(request: Request) -> Response:
+        results, is_single = await _results(request, verb)
+        answers = [getattr(result, "labels", result) for result in results]
+        return json_response(answers[0] if is_single else answers)
 
 
-@routes.post(
-    *_paths("image-classification"),
-    summary="Classify an image",
-    body=PredictAnyRequest,
-    other_bodies=_BODIES,
-    response=list[ImageLabel] | list[list[ImageLabel]],
-    statuses=INFERENCE_STATUSES,
-    runs_model=True,
+_declare("image-classification", "classify_images", ImageLabel, "Classify an image")
+_declare("object-detection", "detect", DetectedObject, "Find objects in an image")
+_declare("image-segmentation", "segment", ImageSegment, "Segment an image")
+_declare(
+    "zero-shot-image-classification",
+    "zero_shot_images",
+    ImageLabel,
+    "Choose among labels that the model was not trained on, for an image",
 )
-async def classify_image(request: Request) -> Response:
-    """Answer POST /image-classification."""
-    results, is_single = await _results(request, "classify_images")
-    answers = [result.labels for result in results]
-    return json_response(answers[0] if is_single else answers)
-
-
-@routes.post(
-    *_paths("object-detection"),
-    summary="Find objects in an image",
-    body=PredictAnyRequest,
-    other_bodies=_BODIES,
-    response=list[DetectedObject] | list[list[DetectedObject]],
-    statuses=INFERENCE_STATUSES,
-    runs_model=True,
-)
-async def detect_objects(request: Request) -> Response:
-    """Answer POST /object-detection."""
-    results, is_single = await _results(request, "detect")
-    return json_response(results[0] if is_single else results)
-
-
-@routes.post(
-    *_paths("image-segmentation"),
-    summary="Segment an image",
-    body=PredictAnyRequest,
-    other_bodies=_BODIES,
-    response=list[ImageSegment] | list[list[ImageSegment]],
-    statuses=INFERENCE_STATUSES,
-    runs_model=True,
-)
-async def segment_image(request: Request) -> Response:
-    """Answer POST /image-segmentation."""
-    results, is_single = await _results(request, "segment")
-    return json_response(results[0] if is_single else results)
-
-
-@routes.post(
-    *_paths("zero-shot-image-classification"),
-    summary="Choose among labels that the model was not trained on, for an image",
-    body=PredictAnyRequest,
-    other_bodies=_BODIES,
-    response=list[ImageLabel] | list[list[ImageLabel]],
-    statuses=INFERENCE_STATUSES,
-    runs_model=True,
-)
-async def choose_labels(request: Request) -> Response:
-    """Answer POST /zero-shot-image-classification."""
-    results, is_single = await _results(request, "zero_shot_images")
-    answers = [result.labels for result in results]
-    return json_response(answers[0] if is_single else answers)
 
 
 async def _results(request: Request, verb: str) -> tuple[Any, bool]:
