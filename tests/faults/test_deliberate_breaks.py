@@ -136,10 +136,10 @@ BREAKS = [
         "every_moment and publish",
     ),
     Break(
-        "the alias of a version is not synced",
+        "the name of a version is not synced",
         "publish/targets/folder.py",
-        "    fresh.replace(path)\n    sync_directory(folder)\n",
-        "    fresh.replace(path)\n",
+        "        replace_synced(part, directory)\n",
+        "        part.replace(directory)\n",
         POWER,
         "every_moment and publish",
     ),
