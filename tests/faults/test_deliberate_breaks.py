@@ -130,7 +130,7 @@ BREAKS = [
     Break(
         "files of a version are not synced",
         "publish/targets/folder.py",
-        "    sync_tree(part)\n",
+        "        sync_tree(part)\n",
         "",
         POWER,
         "every_moment and publish",
