@@ -76,6 +76,7 @@ def links_in_the_site(page: Path, text: str) -> str:
         download = target.suffix == ".md" and not target.is_relative_to(DOCS)
         return f"[{words}](path:{found[2]})" if download else found[0]
 
+    text = text.replace("](../SECURITY.md", "](security.md")  # the page that includes it
     return re.sub(r"\[([^\]]+)\]\(([^)#:\s]+)\)", link, text)
 
 
