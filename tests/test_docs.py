@@ -50,6 +50,8 @@ NOT_RUN = {
     r"Qwen/": "models of the Hub: tests/runtime/text/test_rerankers.py",
     r"reviews-int8": "random weights hold no accuracy: tests/quantize/test_digits.py",
     r"run reviews.yaml$": "as above: tests/recipe/test_draft.py",
+    r"--python ~/|validate build/model$": "needs a second environment: tests/transformers5",
+    r"return_timestamps": "needs a Whisper with time stamps: tests/runtime/generation",
     r"run recipes/(?!vit)": "a model of the Hub or a package: tests/recipe/test_shipped.py",
 }
 """What of the pages' commands is not run here, and why."""
