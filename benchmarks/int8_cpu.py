@@ -85,7 +85,7 @@ def measure(
             out = given.work / "out.parquet"
             report = predict_file(graphs[name], data, out, force=True)
             if round_:
-                rates[name].append(report.phrases_per_second)
+                rates[name].append(report.rows_per_second)
             vectors[name] = np.stack(pq.read_table(out)["embedding"].to_numpy())
     found = {}
     for name, speeds in rates.items():

@@ -70,7 +70,7 @@ from enginery.predict.config import PredictConfig
 from enginery.predict.stage import run
 config = PredictConfig(**json.loads(sys.argv[4]))
 report = run(Artifact.open(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), config)
-print(json.dumps({"boot": report.boot_seconds, "encode": report.counts.encode_seconds,
+print(json.dumps({"boot": report.start_seconds, "encode": report.counts.encode_seconds,
                   "inference": report.inference_seconds, "run": report.total_seconds,
                   "workers": report.workers,
                   "padding": report.padding_ratio, "peak_rss_bytes": report.peak_rss_bytes}))

@@ -37,6 +37,7 @@ from enginery.validate.config import ValidateConfig
 if TYPE_CHECKING:
     from enginery.deploy.kserve.stage import KserveExport
     from enginery.deploy.triton.stage import TritonExport
+    from enginery.engine.profiles.buckets import LengthBuckets
     from enginery.keywords import (
         BenchKeywords,
         BuildKeywords,
@@ -229,6 +230,34 @@ def lint_model(
         return [lint_onnx(Path(model), target=target)]
     artifact = _open(model)
     return [lint_onnx(artifact.path / g.file, target=target) for g in artifact.manifest.graphs]
+
+
+@missing_packages_as_errors(PURPOSES["build"])
+def length_buckets(
+    artifact: Artifact | str | Path, data: str | Path, *, column: str = "text", count: int = 3
+) -> LengthBuckets:
+    """Split the lengths of a file's texts, as `build_engine` does for the profiles of its `data`.
+
+    Builds nothing: `length_buckets(artifact, data, count=2).padding` is the share of the padded
+    tokens that is padding with two profiles.
+
+    Args:
+        artifact: an artifact whose first graph takes texts, or its path.
+        data: CSV, TSV, JSON lines, Parquet or text file.
+        column: the column with the texts.
+        count: maximum number of buckets.
+
+    Raises:
+        InputError: the file cannot be used or holds no text.
+        ArtifactError: the artifact or its tokenizer cannot be read.
+        ShapeError: the graph takes no texts, or only texts of one length.
+    """
+    from enginery.engine.profiles.lengths import BucketOptions, profiles_from_data
+
+    artifact = _open(artifact)
+    options = BucketOptions(column=column, count=count)
+    graph = artifact.manifest.graphs[0]
+    return profiles_from_data(artifact, graph, Path(data).expanduser(), options)[1]
 
 
 def write_report(artifact: Artifact | str | Path) -> Path:

@@ -67,6 +67,7 @@ def functions(artifact, folder, others):
         "export_kserve": lambda: enginery.export_kserve(artifact, folder / "kserve-2", **kserve),
         "export_model": lambda: enginery.export_model("org/name"),
         "export_triton": lambda: enginery.export_triton(artifact, folder / "triton-2"),
+        "length_buckets": lambda: enginery.length_buckets(artifact, rows),
         "lint_model": lambda: api.lint_model(artifact),
         "load_model": lambda: enginery.load_model(artifact).embed(["The engine is warm."]),
         "optimize_model": lambda: enginery.optimize_model(artifact, target="cuda"),

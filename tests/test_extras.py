@@ -52,6 +52,7 @@ BARE = {
     "export_kserve": WORKS,
     "export_model": "gpu,export",
     "export_triton": WORKS,
+    "length_buckets": "data",
     "lint_model": "export",
     "load_model": "gpu",
     "load_model, audio": "gpu",

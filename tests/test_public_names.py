@@ -25,6 +25,7 @@ def test_public_names_are_these():
             "export_kserve",
             "export_model",
             "export_triton",
+            "length_buckets",
             "load_model",
             "optimize_model",
             "predict_file",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import os
@@ -332,13 +333,15 @@ def _missing_arguments(arguments: Sequence[str], first: MissingArgumentError) ->
 
     A missing argument is replaced, and the arguments are parsed again, until none is missing.
     """
-    completed, names = list(arguments), list[str]()
+    completed, names, shown = list(arguments), list[str](), list[str]()
     error: CycloptsError | OptionError | None = first
     while isinstance(error, MissingArgumentError) and error.argument is not None:
         name = error.argument.name
         if name in names or "--" in completed:  # it has no value; after -- there are no options
             break
         names.append(name)
+        is_option = error.argument.field_info.kind is inspect.Parameter.KEYWORD_ONLY
+        shown.append(name if is_option else name.removeprefix("--").upper())
         completed.append(f"{name}={_PLACEHOLDER}")
         try:
             commands(completed).parse_args(completed, exit_on_error=False, print_error=False)
@@ -346,9 +349,8 @@ def _missing_arguments(arguments: Sequence[str], first: MissingArgumentError) ->
         except (CycloptsError, OptionError) as next_error:
             error = next_error
     message = str(first)
-    if len(names) > 1:
-        chain = " ".join(first.command_chain or ())
-        message = f'Command "{chain}" parameters {", ".join(names)} require arguments.'
+    if names and not set(names) & set(arguments):
+        message = f"{' and '.join(shown)} {'is' if len(names) == 1 else 'are'} missing."
     problems = [OptionError(message, do=f"See: {_help_of(first)}")]
     if isinstance(error, OptionError):
         problems.append(error)

@@ -31,12 +31,12 @@ def bench(
         Where `reports/` goes; empty for the artifacts themselves.
     """
     from enginery.api import bench_model
-    from enginery.cli.render import show
+    from enginery.cli.render import show_output
 
     console = output.console()
     result = bench_model(*models, out=out, progress=console, config=config)
     console.json(result.as_json())
-    show(console, result.rows())
+    show_output(console, result)
 
 
 @app.command

@@ -16,6 +16,8 @@ from enginery.core.artifact.engine_record import engine_directories
 from enginery.core.store.store import StoreEntry
 from enginery.core.table import NOTHING, Row, Table, human_bytes
 from enginery.reports.artifact import artifact_rows, stage_facts
+from enginery.reports.base import StageOutput
+from enginery.reports.benchmark import BenchResult
 from enginery.reports.quantization import QuantizationReport
 
 if TYPE_CHECKING:
@@ -32,6 +34,14 @@ def show(console: Console, rows: Iterable[Table | str]) -> None:
             console.table(block.title, block.rows)
         else:
             console.line(block)
+
+
+def show_output(console: Console, output: StageOutput) -> None:
+    """Print what a stage returned; of a benchmark, unless all is wanted, its summary."""
+    if isinstance(output, BenchResult) and not console.verbose:
+        show(console, output.summary_rows())
+    else:
+        show(console, output.rows())
 
 
 def show_new_artifact(console: Console, artifact: Artifact, done: str) -> None:

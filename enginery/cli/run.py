@@ -90,7 +90,7 @@ def run(
             render.show(console, report.lines())
     for stage in result.stages:
         if stage.output is not None:
-            render.show(console, stage.output.rows())
+            render.show_output(console, stage.output)
     samples = []
     if result.passed or allow_failed:
         inputs = plan.ask

@@ -49,7 +49,8 @@ def try_out(
     pair
         The second text, for models that classify pairs of texts.
     setting
-        An option of the task, `top_k=3` or `max_new_tokens=64`; repeat it for several.
+        An option of the task, `top_k=3` or `max_new_tokens=64`; repeat it for several. A list is
+        JSON, `candidate_labels=["sport", "politics"]`, or its name is repeated.
     stream
         Print generated text as it is generated.
     chat

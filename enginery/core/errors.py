@@ -143,7 +143,7 @@ def os_errors_as(kind: type[EngineryError], start: str, *, do: str = "") -> Iter
 
 
 def join_problems(problems: Iterable[OptionError]) -> OptionError:
-    """Return the only problem, or one error that lists them all, each with what to do.
+    """Return the only problem, or one error of their class that lists all, each with what to do.
 
     >>> print(join_problems([OptionError("a is 0.", do="Pass --a 1."), OptionError("no b.")]))
     found 2 problems:
@@ -154,7 +154,9 @@ def join_problems(problems: Iterable[OptionError]) -> OptionError:
     if len(parts) == 1:
         return parts[0]
     lines = [f"found {len(parts)} problems:", *(f"- {problem}" for problem in parts)]
-    joined = OptionError("\n".join(lines), option=parts[0].option)
+    kinds = {type(part) for part in parts}
+    kind = kinds.pop() if len(kinds) == 1 else OptionError
+    joined = kind("\n".join(lines), option=parts[0].option)
     joined.problems = tuple(parts)
     return joined
 

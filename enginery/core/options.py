@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
 from enginery.core.errors import OptionError, nearest
@@ -103,8 +104,10 @@ def options_from(options: type[Options], stage: str, values: Mapping[str, Any]) 
 def read_assignments(texts: Sequence[str], option: str) -> dict[str, Any]:
     """Return name -> value of texts of the form NAME=VALUE; a value that is JSON is read as JSON.
 
-    >>> read_assignments(("top_k=3", "language=fr"), "set")
-    {'top_k': 3, 'language': 'fr'}
+    The values of a name that is repeated are a list.
+
+    >>> read_assignments(("top_k=3", "stop=END", "stop=STOP"), "set")
+    {'top_k': 3, 'stop': ['END', 'STOP']}
 
     Args:
         texts: the texts.
@@ -113,7 +116,7 @@ def read_assignments(texts: Sequence[str], option: str) -> dict[str, Any]:
     Raises:
         OptionError: a text has another form.
     """
-    values: dict[str, Any] = {}
+    values: dict[str, list[Any]] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name.strip():
@@ -122,11 +125,11 @@ def read_assignments(texts: Sequence[str], option: str) -> dict[str, Any]:
                 do="Write it as max_new_tokens=64.",
                 option=option,
             )
-        try:
-            values[name.strip()] = json.loads(value)
-        except ValueError:
-            values[name.strip()] = value.strip()
-    return values
+        read: Any = value.strip()
+        with suppress(ValueError):
+            read = json.loads(value)
+        values.setdefault(name.strip(), []).append(read)
+    return {name: several if several[1:] else several[0] for name, several in values.items()}
 
 
 def _lower_first(text: str) -> str:

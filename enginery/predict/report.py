@@ -70,7 +70,7 @@ class PredictReport:
     workers: int
     providers: tuple[str, ...]
     notes: tuple[str, ...]
-    boot_seconds: float
+    start_seconds: float
     """Time until the first batch ran, without imports; on Ray, until the first window returned."""
     total_seconds: float
     """Time of this run, without the runs that it resumes."""
@@ -88,7 +88,7 @@ class PredictReport:
         return self.counts.bad_rows
 
     @property
-    def phrases_per_second(self) -> float:
+    def rows_per_second(self) -> float:
         """Throughput of this run in rows per second, start and writing included."""
         rows = self.counts.rows - self.resumed_rows
         return rows / self.total_seconds if self.total_seconds and self.worked else 0.0
@@ -110,7 +110,7 @@ class PredictReport:
             "providers": list(self.providers),
             "notes": list(self.notes),
             "inference_seconds": self.inference_seconds,
-            "phrases_per_second": self.phrases_per_second,
+            "rows_per_second": self.rows_per_second,
             "padding_ratio": self.padding_ratio,
         }
 
@@ -137,21 +137,20 @@ class PredictReport:
         """Return a table of facts: counts, times, memory."""
         counts = self.counts
         predicted_rows = counts.rows - counts.bad_rows
-        facts = {
-            "rows": f"{counts.rows:,} read, {predicted_rows:,} predicted, {counts.bad_rows:,} bad",
-        }
+        bad = f"{counts.bad_rows:,} without a result"
+        facts = {"rows": f"{counts.rows:,} read, {predicted_rows:,} predicted, {bad}"}
         if self.resumed_rows:
             facts["from an earlier run"] = f"{self.resumed_rows:,} rows"
         if self.first_bad:
             facts["first bad row"] = self.first_bad
         if counts.truncated:
             facts["truncated"] = f"{counts.truncated:,} texts"
-        facts["boot"] = f"{self.boot_seconds:.2f} s"
+        facts["start"] = f"{self.start_seconds:.2f} s"
         facts["encode"] = f"{counts.encode_seconds:.2f} s"
         facts["inference"] = f"{self.inference_seconds:.2f} s, {self.workers} at a time"
         facts["total"] = f"{self.total_seconds:.2f} s"
         facts["peak memory"] = f"{self.peak_rss_bytes / 2**20:.0f} MiB"
-        facts["phrases/s"] = f"{self.phrases_per_second:,.1f}"
+        facts["rows/s"] = f"{self.rows_per_second:,.1f}"
         if self.padding_ratio:
             facts["padding ratio"] = f"{self.padding_ratio:.3f}"
         return [Table(f"Predicted {self.output}", fact_rows(facts.items()))]

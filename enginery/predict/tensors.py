@@ -65,7 +65,7 @@ class WrittenTensors:
     path: Path
     rows: int
     providers: tuple[str, ...]
-    boot_seconds: float
+    start_seconds: float
     """Time until the session was loaded."""
     run_seconds: float
     """Time of reading the input and running the graph."""

@@ -25,8 +25,10 @@ from enginery.core.errors import (
     EngineryError,
     InputError,
     OptionError,
+    RecipeError,
     ShapeError,
     SourceError,
+    join_problems,
     nearest,
 )
 from enginery.core.model.feeds import FeedLimits
@@ -82,7 +84,7 @@ def check_recipe(recipe: Recipe) -> None:
     """Check everything that can be known before a recipe runs.
 
     Raises:
-        RecipeError: `file:line: …` of the first mistake.
+        RecipeError: `file:line: …` of a mistake in the file, or a list of all.
         MissingPackageError: a stage needs a package that is not installed.
         EngineryError: the mistake is not in a file: the recipe was made in Python, or the value is
             an option of the command line.
@@ -95,18 +97,41 @@ def check_recipe(recipe: Recipe) -> None:
         purpose=PURPOSES["run"],
     )
     outs: set[Path] = set()
-    with _located(recipe, key="out"), _about("out"):
+    problems: list[RecipeError] = []
+    with _collected(problems), _located(recipe, key="out"), _about("out"):
         _check_copy(recipe.out, outs)
     for step in recipe.steps:
-        with _located(recipe, step=step):
-            with _about("out"):
-                _check_copy(step.out, outs)
-            if hasattr(step.options, "provider_option"):
-                _check_providers(step.options)
-            _check_profiles(step.options, facts)
-            if check := _CHECKS.get(step.stage):
-                check(step.options, facts)
-            _check_files(step.options, facts)
+        with _collected(problems), _located(recipe, step=step):
+            _check_step(step, facts, outs)
+        if isinstance(step.options, PredictStage):
+            facts.outputs.add(step.options.out)
+    if problems:
+        raise join_problems(problems)
+
+
+def _check_step(step: Step, facts: _Facts, outs: set[Path]) -> None:
+    """Check a stage's options, as far as they can be known.
+
+    Raises:
+        EngineryError: the first mistake.
+    """
+    with _about("out"):
+        _check_copy(step.out, outs)
+    if hasattr(step.options, "provider_option"):
+        _check_providers(step.options)
+    _check_profiles(step.options, facts)
+    if check := _CHECKS.get(step.stage):
+        check(step.options, facts)
+    _check_files(step.options, facts)
+
+
+@contextmanager
+def _collected(problems: list[RecipeError]) -> Iterator[None]:
+    """Collect an error about a line of the file; one that names no line goes on."""
+    try:
+        yield
+    except RecipeError as error:
+        problems.append(error)
 
 
 @contextmanager
@@ -263,7 +288,6 @@ def _check_predict(options: PredictStage, facts: _Facts) -> None:
             input_format = detect_format(Path(options.input), input_options(options))
     if facts.task:
         _check_answers(options, facts.task, input_format)
-    facts.outputs.add(options.out)
 
 
 def _check_answers(options: PredictStage, task_name: str, input_format: str | None) -> None:

@@ -33,6 +33,7 @@ from enginery.core.errors import (
     OptionError,
     RecipeError,
     SourceError,
+    join_problems,
     nearest,
 )
 from enginery.core.options import options_from
@@ -127,7 +128,7 @@ class Recipe:
         try:
             file = RecipeFile.model_validate(document.data, context=base)
         except ValidationError as error:
-            raise _first_problem(error, document) from error
+            raise _all_problems(error, document) from error
         steps = []
         for position, step in enumerate(file.stages):
             path = ("stages", position, step.stage)
@@ -368,15 +369,17 @@ class RecipeFile(BaseModel):
     """Texts to predict at the end."""
 
 
-def _first_problem(error: ValidationError, document: Document) -> RecipeError:
-    """Return the first problem in the file."""
+def _all_problems(error: ValidationError, document: Document) -> OptionError:
+    """Return what is wrong in the file, in the order of its lines."""
     problems = []
     for detail in error.errors(include_url=False):
         context = detail.get("ctx", {})
         line = document.line((*detail["loc"], *context.get("place", ())))
         problems.append((line, context.get("error") or _to_option_error(detail)))
-    line, problem = min(problems, key=lambda problem: problem[0])
-    return error_at(document.name, line, problem.message, do=problem.do)
+    problems.sort(key=lambda problem: problem[0])
+    return join_problems(
+        error_at(document.name, line, problem.message, do=problem.do) for line, problem in problems
+    )
 
 
 def _to_option_error(problem: Any) -> OptionError:

@@ -374,6 +374,23 @@ class BenchResult(Report):
         """Return the tables and, below them, the lines of text."""
         return [*self.tables(), *self.lines()]
 
+    def summary_rows(self) -> list[Table | str]:
+        """Return what a reader decides by, in a line for each shape and for each pair."""
+        images = self.images.total_rows() if self.images else []
+        accuracy = self.labels.rows() if self.labels else []
+        tables = (
+            Table("Median latency", self._median_rows()),
+            Table("Accuracy", accuracy),
+            Table("All images", images),
+        )
+        texts = self._compared_lines()
+        problems = {name: why for case in self.cases for name, why in case.problems.items()}
+        texts += [f"{name} failed: {why.rstrip('.')}" for name, why in problems.items()]
+        texts += [f"{advice.finding}: {advice.remedy}" for advice in self.advice]
+        texts += [f"{name} was left out: {why.rstrip('.')}" for name, why in self.left_out.items()]
+        texts += [f"note: {note}" for note in self.notes]
+        return [*(table for table in tables if table.rows), *texts]
+
     def tables(self) -> list[Table]:
         """Return the tables that have rows."""
         placements = self._placements()
@@ -432,6 +449,37 @@ class BenchResult(Report):
         if self.images:
             texts += [f"{name} did not run: {why}" for name, why in self.images.problems.items()]
         return texts + [f"note: {note}" for note in self.notes]
+
+    def _median_rows(self) -> list[Row]:
+        """Return a row for each shape, with a column for each backend."""
+        failed = [name for case in self.cases for name in case.problems]
+        names = [*(record.name for record in self.contenders), *failed]
+        rows = []
+        for case in self.cases:
+            medians = dict.fromkeys(names, NOTHING) | dict.fromkeys(case.problems, "failed")
+            for measurement in case.measurements:
+                medians[measurement.contender] = _ms(measurement.latency.median_ms)
+            rows.append({case.dims: case.shape, **medians})
+        return rows
+
+    def _compared_lines(self) -> list[str]:
+        """Return a line for each pair, with its clear ratios over all shapes."""
+        pairs: dict[tuple[str, str], list[Comparison]] = {}
+        of_images = self.images.comparisons if self.images else []
+        for c in (*(c for case in self.cases for c in case.comparisons), *of_images):
+            pairs.setdefault((c.contender, c.base), []).append(c)
+        busy = "; on a busy machine" if is_overloaded(self.machine) else ""
+        lines = []
+        for (contender, base), comparisons in pairs.items():
+            clear = [c.speedup for c in comparisons if is_clear_ratio(c.speedup, c.interval)]
+            if not clear:
+                lines.append(f"{contender} and {base}: no clear ratio{busy}")
+                continue
+            ends = " to ".join(dict.fromkeys(format_ratio(r) for r in (min(clear), max(clear))))
+            unclear = len(comparisons) - len(clear)
+            rest = f"; unclear at {unclear} of {len(comparisons)} shapes" if unclear else ""
+            lines.append(f"{contender}: {ends} as fast as {base}{rest}{busy}")
+        return lines
 
     def latency_rows(self) -> list[Row]:
         """Return a row for each backend at each shape."""

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import EngineryError
-from enginery.core.model.feeds import Feeds
+from enginery.core.model.feeds import Feeds, is_padding_mask
 from enginery.core.progress import SILENT, Progress
 from enginery.core.tolerance import QuantizedTolerance, Tolerance
 from enginery.reports.validation import OutputMetrics, ValidationCaseResult
+from enginery.runtime.decoder_graphs import is_past
 from enginery.runtime.providers import Provider
 from enginery.runtime.providers.precision import compute_precision
 from enginery.validate.cases.padding import find_padding_mask
@@ -54,9 +55,9 @@ class ComparisonLimits:
     """For a quantized artifact: what all real inputs together must reach."""
     rule: str = ""
     """Origin of the limit, in words."""
-    made_up_cache: bool = False
-    """True for a statically quantized graph with a cache. That of a generated case is random, and
-    far outside the calibrated ranges, so its cosine has no limit."""
+    generated_outside_ranges: bool = False
+    """True for a statically quantized graph whose generated inputs are noise, far outside the
+    calibrated ranges, so that their cosine has no limit."""
 
     @classmethod
     def of(cls, artifact: Artifact, config: ValidateConfig) -> ComparisonLimits:
@@ -93,7 +94,7 @@ class ComparisonLimits:
 
     def of_case(self, case: ValidationCase) -> ComparisonLimits:
         """Return the limits for one case."""
-        generated = self.made_up_cache and case.kind in ("sweep", "profile")
+        generated = self.generated_outside_ranges and case.kind in ("sweep", "profile")
         if generated and isinstance(self.tolerance, QuantizedTolerance):
             return replace(self, tolerance=replace(self.tolerance, min_cosine=-1.0))
         return self
@@ -127,6 +128,22 @@ class ComparisonLimits:
         if self.accuracy is not None:
             return None
         return self.tolerance.min_cosine if self.min_cosine is None else self.min_cosine
+
+
+def outside_calibrated_ranges(record: GraphRecord, cases: Sequence[ValidationCase]) -> str:
+    """Return which generated inputs are noise that no calibration has seen; empty for none.
+
+    In place of images and sounds, noise only has no limit if real ones are compared as well.
+    """
+    if any(is_past(spec.name) for spec in record.inputs):
+        return "caches that are made up"
+    floats = [
+        spec.name
+        for spec in record.inputs
+        if spec.dtype.startswith("float") and not is_padding_mask(spec)
+    ]
+    is_real = any(case.kind == "real" for case in cases)
+    return f"random numbers for {', '.join(floats)}" if floats and is_real else ""
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ from enginery.reports.validation import (
     ValidationReport,
 )
 from enginery.reports.weights import LayerMetrics, WeightMetrics
-from enginery.runtime.decoder_graphs import DecoderGraphs, has_fixed_cache, input_graph, is_past
+from enginery.runtime.decoder_graphs import DecoderGraphs, has_fixed_cache, input_graph
 from enginery.runtime.onnxruntime.placement import read_placement
 from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 from enginery.runtime.onnxruntime.tracing import GraphTracer
@@ -82,7 +82,12 @@ from enginery.validate.cases.sweep import (
     profile_cases,
     sweep_cases,
 )
-from enginery.validate.compare import ComparisonLimits, GraphComparison, RealAnswers
+from enginery.validate.compare import (
+    ComparisonLimits,
+    GraphComparison,
+    RealAnswers,
+    outside_calibrated_ranges,
+)
 from enginery.validate.config import ValidateConfig, check_options
 from enginery.validate.consistency import ConsistencyScan, judge_decisions, scan_notes
 from enginery.validate.declared_precision import check_declared_precision
@@ -491,18 +496,17 @@ class _Comparison:
             self.providers = [
                 {"name": p.name, "reason": p.reason, "options": p.options} for p in runner.providers
             ]
-            made_up = quantized and exists and any(is_past(spec.name) for spec in record.inputs)
-            if made_up:
+            outside = outside_calibrated_ranges(record, cases) if quantized and exists else ""
+            if outside:
                 self.notes.append(
-                    f"{record.file}: caches that are made up are outside the calibrated ranges, so "
-                    "with them only the graph without quantization has a limit; decoding and "
-                    "generation run with the decoder's own"
+                    f"{record.file}: {outside} are outside the calibrated ranges, so with them "
+                    "only the graph without quantization has a limit"
                 )
             # Of an encoder with a decoder, the answers are the encoder's outputs.
             has_answers = record is input_graph(artifact.manifest.graphs)
             comparison = GraphComparison(
                 reference,
-                replace(limits, made_up_cache=made_up),
+                replace(limits, generated_outside_ranges=bool(outside)),
                 RealAnswers(self.embeddings, self.answers if has_answers else None, self.labels),
                 self.progress,
             )

@@ -43,6 +43,7 @@ from benchmarks.gpu_check.settings import (
     settings_for,
 )
 from benchmarks.gpu_check.work import OutOfTimeError, Work
+from enginery import optimize_model
 from enginery.core.errors import ProviderError
 from enginery.runtime.onnxruntime.placement import PlacedNode, Placement
 from enginery.runtime.providers import gpus
@@ -526,6 +527,21 @@ def test_outputs_of_earlier_inputs_fail_the_check(work, exported, monkeypatch):
         ("device", True),
         ("host and device by turns", False),
     ]
+
+
+@pytest.mark.more
+def test_pooled_vectors_are_compared_with_pytorchs(work, exported, tiny_model, tmp_path):
+    bert = exported("bert", "feature-extraction")
+    pooled = optimize_model(bert, target="cuda", precision="fp32", out=tmp_path / "pooled")
+    outputs = [spec.name for spec in pooled.manifest.graphs[0].outputs]
+    assert "sentence_embedding" in outputs
+    paths = {"fp32": str(pooled.path), "source": str(tiny_model("bert", "feature-extraction"))}
+    given = work("agreement:minilm", artifacts={"minilm": paths})
+    given.case("fp32", lambda: agreement._compare(given, "fp32"))
+    (check,) = checks_of(given)
+    assert check["passed"], check["found"]
+    rows = given.record["cases"]["fp32"]["agreements"]
+    assert len(rows) == len(outputs) * len(given.settings.agreement)
 
 
 def test_text_inputs_are_real_tokens_with_padding(exported):

@@ -1056,7 +1056,7 @@ def test_all_wrong_options_are_in_one_message(mood, models, capsys):
         main(["export-triton", "--threads=-1"])
     assert ended.value.code == 2
     said = capsys.readouterr().err
-    assert "parameters --artifact, --out require arguments" in said
+    assert "ARTIFACT and OUT are missing" in said
     assert "option 'threads' is -1" in said
 
 

@@ -563,6 +563,23 @@ def test_file_line_problem_and_remedy_are_named_and_nothing_has_run(
     assert not home.exists()
 
 
+@pytest.mark.parametrize(
+    ("stages", "lines"),
+    [
+        (["quantize: {rows: many}", "bench: {batch: [1], speed: 3}"], [5, 6]),
+        (["validate: {data: review.csv}", "bench: {}", "build: {profile: [batch=9:1]}"], [5, 7]),
+    ],
+    ids=["types", "values"],
+)
+def test_every_stage_with_a_mistake_is_named(beside, stages, lines):
+    path = beside / "recipe.yaml"
+    path.write_text(HEAD + EXPORT + "".join(f"  - {stage}\n" for stage in stages))
+    with pytest.raises(RecipeError) as caught:
+        run_recipe(path)
+    places = [problem.message.partition(": ")[0] for problem in caught.value.problems]
+    assert places == [f"{path}:{line}" for line in lines]
+
+
 def test_check_says_what_is_wrong_and_runs_nothing(beside, capsys, monkeypatch):
     monkeypatch.setattr("enginery.api.run_cached", lambda *_, **__: pytest.fail("it ran"))
     path = beside / "recipe.yaml"

@@ -348,7 +348,7 @@ def prediction() -> PredictReport:
         workers=2,
         providers=(CPU,),
         notes=("a note",),
-        boot_seconds=1.25,
+        start_seconds=1.25,
         total_seconds=10.0,
         peak_rss_bytes=2**28,
         size_bytes=100,

@@ -79,6 +79,11 @@ def show_results(console):
         render.show(console, output.rows())
 
 
+def show_summaries(console):
+    for output in samples.stage_outputs():
+        render.show_output(console, output)
+
+
 def show_doctor(console):
     render.show(console, samples.doctor_report().tables())
 
@@ -106,6 +111,7 @@ TEXTS = {
     ),
     "results.txt": lambda: printed(show_results),
     "results-terminal.txt": lambda: printed(show_results, terminal=True),
+    "summaries-terminal.txt": lambda: printed(show_summaries, terminal=True),
     "doctor.txt": lambda: printed(show_doctor),
     "page.html": page_text,
     "card.md": card_text,
@@ -123,7 +129,7 @@ def test_outputs_of_stages_are_json():
     benchmark, lint, prediction, published, triton, kserve = documents
     assert benchmark == json.loads(samples.benchmark().to_json())
     assert [len(graph["findings"]) for graph in lint["graphs"]] == [3, 0]
-    assert (prediction["counts"]["rows"], prediction["phrases_per_second"]) == (2000, 190.0)
+    assert (prediction["counts"]["rows"], prediction["rows_per_second"]) == (2000, 190.0)
     url = "file:///srv/models/minilm/1"
     assert published == {"url": url, "version": "1", "is_new": True, "notes": ["a note"]}
     assert triton == {

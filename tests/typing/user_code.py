@@ -24,6 +24,7 @@ from enginery import (
     export_kserve,
     export_model,
     export_triton,
+    length_buckets,
     load_model,
     optimize_model,
     predict_file,
@@ -63,6 +64,7 @@ def export_and_check(path: Path) -> None:
     assert_type(lint_model(artifact, target="cuda"), list[LintReport])
     assert_type(bench_model(artifact, path, against="none", batch="1,8"), BenchResult)
     assert_type(write_report(artifact), Path)
+    assert_type(length_buckets(artifact, path, count=2).padding, float)
     export_model("org/name", tsak="ner")  # type: ignore[call-arg]
     export_model("org/name", opset="20")  # type: ignore[arg-type]
     export_model("org/name", dtype="fp8")  # type: ignore[arg-type]

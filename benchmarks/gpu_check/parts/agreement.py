@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from benchmarks.gpu_check import pytorch
 from benchmarks.gpu_check.inputs import text_feeds
@@ -24,6 +25,7 @@ from enginery.core.model.feeds import Feeds
 from enginery.core.tolerance import Tolerance
 from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 from enginery.runtime.providers.specification import ProviderSpec, parse_providers
+from enginery.runtime.tasks.embed import SENTENCE_OUTPUT
 from enginery.validate.cases.padding import find_padding_mask
 from enginery.validate.metrics.outputs import (
     NoiseFloor,
@@ -31,7 +33,9 @@ from enginery.validate.metrics.outputs import (
     compare_output,
     noise_floor,
 )
+from enginery.validate.reference import LastStep
 
+Outputs = dict[str, NDArray[Any]]
 _NOISE = {"fp32": "fp64", "fp16": "fp16", "bf16": "bf16"}
 
 
@@ -56,11 +60,10 @@ def run(work: Work) -> None:
 def _compare(work: Work, precision: str, *, tf32: bool = False) -> None:
     """Compare a precision at every shape; FP32 without TF32, or with it as if it were FP16."""
     artifact = work.artifact(precision)
-    source = Path(work.results.artifacts(work.model)["source"])
     cases = [text_feeds(artifact, point) for point in work.settings.agreement]
-    expected = _answers(source, "fp32", work.device, cases)
+    expected = _answers(work, artifact, "fp32", cases)
     as_precision = "fp16" if tf32 or precision == PACKED else precision
-    noise = _answers(source, _NOISE[as_precision], work.device, cases)
+    noise = _answers(work, artifact, _NOISE[as_precision], cases)
     exact = work.on_gpu and precision == "fp32" and not tf32
     specs = parse_providers(work.provider, ["cuda.use_tf32=false"] if exact else [])
     label = "fp32 by TF32" if tf32 else precision
@@ -72,8 +75,8 @@ def _judge(
     label: str,
     artifact: Artifact,
     cases: list[Feeds],
-    expected: list[dict[str, Any]],
-    noise: list[dict[str, Any]],
+    expected: list[Outputs],
+    noise: list[Outputs],
     specs: tuple[ProviderSpec, ...],
     precision: str,
 ) -> None:
@@ -165,6 +168,16 @@ def _largest_difference(expected: dict[str, Any], found: dict[str, Any]) -> floa
     return max(differences) if np.isfinite(differences).all() else float("inf")
 
 
-def _answers(source: Path, precision: str, device: str, cases: list[Feeds]) -> list[dict[str, Any]]:
-    model = pytorch.load_text_model(source, "eager", precision, device)
-    return [pytorch.answer(model, feeds, device) for feeds in cases]
+def _answers(work: Work, artifact: Artifact, precision: str, cases: list[Feeds]) -> list[Outputs]:
+    """Return PyTorch's outputs for each case, pooled as well if the graph pools."""
+    source = Path(work.results.artifacts(work.model)["source"])
+    model = pytorch.load_text_model(source, "eager", precision, work.device)
+    pooling = LastStep.of(artifact, artifact.manifest.graphs[0]).pooling
+    answers = []
+    for feeds in cases:
+        outputs = pytorch.answer(model, feeds, work.device)
+        if pooling:
+            tokens = outputs["last_hidden_state"]
+            outputs[SENTENCE_OUTPUT] = pooling(tokens, feeds["attention_mask"])
+        answers.append(outputs)
+    return answers

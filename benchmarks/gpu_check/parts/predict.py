@@ -62,7 +62,7 @@ def _predict(work: Work, rows: int, form: str) -> None:
             "model": work.model,
             "way": form,
             "rows": rows,
-            "per_second": report.phrases_per_second,
+            "per_second": report.rows_per_second,
             "seconds": seconds,
             "workers": report.workers,
             "bytes": size,
@@ -71,7 +71,7 @@ def _predict(work: Work, rows: int, form: str) -> None:
     work.check(
         f"predict's vectors are those of load_model, {form}, {rows} rows",
         passed=cosine >= _MIN_COSINE and not report.bad_rows,
-        found=f"{report.phrases_per_second:.0f} rows/s with {report.workers} workers, "
+        found=f"{report.rows_per_second:.0f} rows/s with {report.workers} workers, "
         f"{seconds:.1f} s in all, {report.bad_rows} bad rows, cosine at least {cosine:.6f}",
     )
 

@@ -293,7 +293,7 @@ def _files(directory: Path) -> dict[Inode, int]:
 def _entry(path: Path, kind: EntryType[Any], *, is_listed: bool) -> StoreEntry | None:
     """Return the entry at `path`; None if another process has just removed it.
 
-    An earlier version did not list what it made. Its entries have their key in their name.
+    Where the list of what was made is damaged, an entry is known by the key in its name.
     """
     try:
         files = _files(path)

@@ -36,6 +36,7 @@ _NO_EFFECT = frozenset(
     {
         # training
         "aux_loss_alpha",
+        "gradient_checkpointing",
         "initializer_factor",
         "initializer_range",
         "num_nextn_predict_layers",
@@ -444,15 +445,13 @@ def _unread(
         part = getattr(config, key, None)
         if hasattr(part, "to_diff_dict") and isinstance(value, dict):
             yield from _unread(part, value, saved, kind)
-        if key in known | _BOOKKEEPING or key.startswith("_") or key.endswith("_token_id"):
+        if key in known | _BOOKKEEPING | _NO_EFFECT:
             continue
-        if key in defaults:
-            if value in (defaults[key], _implied(document, kind, key, parent)):
-                continue
-            changes_answers = key not in _NO_EFFECT
-        else:
-            changes_answers = _is_unknown_version(saved) and key not in _NO_EFFECT
-        if changes_answers:
+        if key.startswith("_") or key.endswith("_token_id"):
+            continue
+        if key in defaults and value in (defaults[key], _implied(document, kind, key, parent)):
+            continue
+        if key in defaults or _is_unknown_version(saved):
             raise _refusal({"model_type": kind}, key, value)
         yield key
 

@@ -20,10 +20,11 @@ The outputs of single layers are compared with the same layers in FP32, on the s
   another, which the bound does not know.
 
 No measurement permits a mean cosine below 0.95, because the artifact's author wrote it; only
---min-cosine does. Each single case needs a cosine of 0.5, random token ids and noise images
-included, on which the ranges were not calibrated. Every value must be finite, and every shape and
-dtype correct. There is no limit on the absolute error or on changed argmaxes; the report counts
-them. Faults beside the quantization are found without it, see `weights/unrounded.py`.
+--min-cosine does. Each single case needs a cosine of 0.5, random token ids included. Noise in place
+of images, sounds and caches is outside the ranges that were calibrated, so there the graph without
+quantization has limits instead. Every value must be finite, and every shape and dtype correct.
+There is no limit on the absolute error or on changed argmaxes; the report counts them. Faults
+beside the quantization are found without it, see `weights/unrounded.py`.
 """
 
 from __future__ import annotations

@@ -454,7 +454,7 @@ def test_prune_removes_what_the_store_made_and_nothing_else(home):
     assert store.entries() == []
 
 
-def test_prune_knows_entries_of_an_earlier_version_by_their_keys(home):
+def test_prune_knows_entries_by_their_keys_where_the_list_is_lost(home):
     store = Store()
     made, damaged = obtain(store)[0], obtain(store, OTHER)[0]
     (damaged.path / "model.onnx").write_bytes(b"grape")

@@ -3,6 +3,7 @@ import json
 import numpy as np
 import pytest
 
+from enginery import length_buckets
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import InputError, OptionError, ShapeError
 from enginery.core.json_file import read_json
@@ -89,6 +90,7 @@ def test_last_profile_ends_at_the_limit_or_at_the_data(bert, data):
     longest = buckets.buckets[-1].longest
     assert longest < 128
     assert (last.dims["sequence"].opt, last.dims["sequence"].max) == (longest, 128)
+    assert length_buckets(bert.path, data) == buckets
     (*_, tight), _ = profiles_from_data(bert, record, data, BucketOptions(last="data"))
     assert tight.dims["sequence"].max == longest
 

@@ -73,6 +73,13 @@ def test_text_at_the_largest_length_is_a_beginning(guided):
     assert (found.finish, found.text.lstrip()[:1]) == ("length", "{")
 
 
+def test_text_ends_where_nothing_can_follow(guided):
+    """The least number of tokens excludes the token that would end it."""
+    options = {"json_schema": {"enum": ["small"]}, "min_new_tokens": 60, "max_new_tokens": 80}
+    (result,) = guided.generate(PROMPTS[:1], **options)
+    assert (result.finish, json.loads(result.text)) == ("stop", "small")
+
+
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
