@@ -312,9 +312,7 @@ def test_every_page_is_in_the_navigation():
         if line and not line.startswith(":")
     }
     pages = {
-        str(page.relative_to(DOCS).with_suffix(""))
-        for page in PAGES
-        if page.is_relative_to(DOCS)
+        str(page.relative_to(DOCS).with_suffix("")) for page in PAGES if page.is_relative_to(DOCS)
     }
     assert pages - {"index"} == listed
 

@@ -24,9 +24,11 @@ def texts_of_the_code():
     texts = []
     for folder in ("runtime", "doctor"):
         for path in sorted((ROOT / "enginery" / folder).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    texts.append(node.value)
+            texts += [
+                node.value
+                for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+                if isinstance(node, ast.Constant) and isinstance(node.value, str)
+            ]
     return "\n".join(texts)
 
 

@@ -134,7 +134,10 @@ def _arguments(words: list[str] | None) -> argparse.Namespace:
         help="run the prototype scripts of this directory in the same run",
     )
     parser.add_argument(
-        "--out", default="", metavar="DIR", help=f"directory for the two files; with a GPU {_RESULTS}"
+        "--out",
+        default="",
+        metavar="DIR",
+        help=f"directory for the two files; with a GPU {_RESULTS}",
     )
     parser.add_argument("--fresh", action="store_true", help="measure again instead of continuing")
     parser.add_argument("--max-minutes", type=float, default=8.0, help="time limit of this command")
