@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -223,6 +224,24 @@ def refuses(server):
     except ConnectionRefusedError:
         return True
     return False
+
+
+@pytest.mark.more
+def test_connections_wait_while_no_more_files_can_be_opened(start):
+    """The server says so once, closes connections that idle, and answers those that wait."""
+    server = start(open_files=128, idle=0.2).ready()
+    clients = [server.raw(GET % b"echo") for _ in range(100)]
+    server.hear_until("as many as the limit of open files allows; further ones wait")
+    for client in clients:
+        assert b"200 OK" in one_answer(client)
+    closed = [client for client in clients if select.select([client], [], [], 0)[0]]
+    assert all(client.recv(1) == b"" for client in closed)
+    assert len(closed) >= 100 + 64 - 128
+    for client in clients:
+        client.close()
+    status, said = server.end()
+    assert status == 0
+    assert said.count("ulimit -n") == 1
 
 
 def test_restart_delays_grow_from_0_to_30_seconds():

@@ -191,11 +191,15 @@ def test_worker_that_replaces_another_listens_when_it_can_answer(exported):
 
 @pytest.mark.more
 def test_draining_answers_what_was_sent(exported):
+    """The device process runs what the fronts accept until they have ended."""
     path = exported("bert", "feature-extraction").path
-    with serving(path, options=FRONTS) as server:
+    with serving(path, options=(*FRONTS, "--drain-delay", "1")) as server:
         clients = Clients(server.url, 8, {"inputs": ["the pump runs"] * 40})
         wait_until(lambda: clients.statuses[200] > 10)
         server.process.terminate()
+        server.says("draining", times=2)
+        answered = clients.statuses[200]
+        wait_until(lambda: clients.statuses[200] > answered + 10)
         time.sleep(0.5)
         clients.stop()
         assert server.process.wait(WAIT) == 0
