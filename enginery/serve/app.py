@@ -44,8 +44,8 @@ from enginery.serve.api.errors import HTTPError, error_response, scope_protocol,
 from enginery.serve.api.requests import quote
 from enginery.serve.config import ServeConfig, check_options, named_paths, require_packages
 from enginery.serve.device.front import FrontRegistry
+from enginery.serve.http.lifecycle import CLOSE_SECONDS, Activity, ProcessLifecycle
 from enginery.serve.keys import ApiKeys
-from enginery.serve.lifecycle import CLOSE_SECONDS, Activity, ProcessLifecycle
 from enginery.serve.middleware import BodyBudget, BufferBody, RequireKey
 from enginery.serve.models.loading import load, reload
 from enginery.serve.models.registry import ModelRegistry

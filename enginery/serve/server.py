@@ -43,9 +43,7 @@ from enginery.serve.config import (
     named_paths,
     require_packages,
 )
-from enginery.serve.http_sockets import bind_each, close, urls
-from enginery.serve.keys import ApiKeys
-from enginery.serve.lifecycle import (
+from enginery.serve.http.lifecycle import (
     CLOSE_SECONDS,
     INTERRUPTED,
     REPLACE,
@@ -53,6 +51,8 @@ from enginery.serve.lifecycle import (
     ProcessLifecycle,
     Supervision,
 )
+from enginery.serve.http.sockets import bind_each, close, urls
+from enginery.serve.keys import ApiKeys
 from enginery.serve.observability.line_writer import MessageHandler, RepeatFilter
 
 if TYPE_CHECKING:
@@ -247,7 +247,7 @@ def run(
 
     Args:
         server_config: uvicorn's options; `app` is a factory, called with the ProcessLifecycle.
-        sockets: listening sockets from `http_sockets.bind_each`, of each front; without fronts of
+        sockets: listening sockets from `sockets.bind_each`, of each front; without fronts of
             all processes.
         config: the options of the server.
         devices: runs a device process each; then the application runs in `config.fronts` fronts.
@@ -298,7 +298,7 @@ def uvicorn_config(
 
 def _run_worker(server: uvicorn.Server, lifecycle: ProcessLifecycle) -> NoReturn:
     # Imported here, since the parent does without httptools.
-    from enginery.serve.http_protocol import LimitedProtocol
+    from enginery.serve.http.protocol import LimitedProtocol
 
     server.config.http = LimitedProtocol
     make_application: Any = server.config.app

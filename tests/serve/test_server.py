@@ -18,7 +18,7 @@ import pytest
 
 from enginery.core.errors import OptionError
 from enginery.serve.config import ServeConfig, check_options
-from enginery.serve.http_sockets import bind
+from enginery.serve.http.sockets import bind
 from enginery.serve.server import LineFormatter, log_config, restart_delay_seconds
 from tests.serve.processes import (
     GET,

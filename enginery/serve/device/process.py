@@ -28,7 +28,7 @@ from enginery.serve.batching.scheduler import BatchScheduler
 from enginery.serve.batching.workers import BatchResult
 from enginery.serve.config import ServeConfig
 from enginery.serve.device import wire
-from enginery.serve.lifecycle import (
+from enginery.serve.http.lifecycle import (
     CLOSE_SECONDS,
     INTERRUPTED,
     REPLACE,

@@ -17,7 +17,7 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from enginery.serve.http_sockets import JoiningTransport
+from enginery.serve.http.sockets import JoiningTransport
 
 MAX_HEAD_BYTES = 65_536
 """Maximum size of a request line with its headers; also of trailers, or of a chunk's extensions."""

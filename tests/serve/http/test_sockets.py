@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from enginery.core.errors import EngineryError, OptionError
-from enginery.serve.http_sockets import (
+from enginery.serve.http.sockets import (
     JoiningTransport,
     bind,
     bind_each,
@@ -179,7 +179,7 @@ def test_each_process_gets_a_share_of_the_connections():
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes share their sockets")
 def test_port_is_never_free_while_processes_bind_it(monkeypatch):
     """A second server that starts at the same time must not get the port, too."""
-    from enginery.serve import http_sockets
+    from enginery.serve.http import sockets as http_sockets
 
     original, refused = http_sockets.bind, []
 

@@ -13,8 +13,8 @@ import pytest
 import uvicorn
 
 from enginery.serve.config import ServeConfig
-from enginery.serve.http_sockets import bind
-from enginery.serve.lifecycle import Activity, ProcessLifecycle, Supervision
+from enginery.serve.http.lifecycle import Activity, ProcessLifecycle, Supervision
+from enginery.serve.http.sockets import bind
 from enginery.serve.server import uvicorn_config
 from tests.serve.processes import (
     GET,

@@ -8,15 +8,15 @@ import time
 import pytest
 import uvicorn
 
-from enginery.serve import http_protocol
 from enginery.serve.config import ServeConfig
-from enginery.serve.http_protocol import (
+from enginery.serve.http import protocol as http_protocol
+from enginery.serve.http.protocol import (
     MAX_HEAD_BYTES,
     MAX_HEADERS,
     MAX_WAITING_REQUESTS,
     LimitedProtocol,
 )
-from enginery.serve.http_sockets import Acceptor, bind
+from enginery.serve.http.sockets import Acceptor, bind
 from enginery.serve.server import uvicorn_config
 
 HEAD = b"GET /now HTTP/1.1\r\nhost: a\r\n"

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from enginery.core.errors import EngineryError
 from enginery.serve.config import ServeConfig
-from enginery.serve.http_sockets import Acceptor, drop_new_connections
+from enginery.serve.http.sockets import Acceptor, drop_new_connections
 
 if TYPE_CHECKING:
     from uvicorn import Server
