@@ -20,7 +20,7 @@ from pathlib import Path
 from enginery.core.errors import ArtifactError
 from enginery.serve import server
 from enginery.serve.config import ServeConfig
-from enginery.serve.http import lifecycle, sockets
+from enginery.serve.http import lifecycle, listener, parent
 from enginery.serve.http.lifecycle import Activity
 from enginery.serve.http.sockets import bind
 from enginery.serve.observability.middleware import ObservabilityMiddleware
@@ -144,11 +144,11 @@ class Application:
 def main():
     options = json.loads(sys.argv[1])
     if options.get("spawn"):
-        server._START_METHOD = "spawn"
-    server._KILL_AFTER_SECONDS = options.get("patience", server._KILL_AFTER_SECONDS)
-    server.HANG_SECONDS = options.get("hang", server.HANG_SECONDS)
+        server.START_METHOD = parent.START_METHOD = "spawn"
+    parent.KILL_AFTER_SECONDS = options.get("patience", parent.KILL_AFTER_SECONDS)
+    parent.HANG_SECONDS = options.get("hang", parent.HANG_SECONDS)
     lifecycle.CLOSE_SECONDS = options.get("close", lifecycle.CLOSE_SECONDS)
-    sockets._IDLE_SECONDS = options.get("idle", sockets._IDLE_SECONDS)
+    listener._IDLE_SECONDS = options.get("idle", listener._IDLE_SECONDS)
     if limit := options.get("open_files"):
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     config = ServeConfig(port=0, **options.get("config", {}))

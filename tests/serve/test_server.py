@@ -18,8 +18,9 @@ import pytest
 
 from enginery.core.errors import OptionError
 from enginery.serve.config import ServeConfig, check_options
+from enginery.serve.http.parent import restart_delay_seconds
 from enginery.serve.http.sockets import bind
-from enginery.serve.server import LineFormatter, log_config, restart_delay_seconds
+from enginery.serve.server import LineFormatter, log_config
 from tests.serve.processes import (
     GET,
     gone,
@@ -176,10 +177,10 @@ def test_worker_that_does_not_end_is_killed(start):
 
 @pytest.mark.more
 def test_worker_that_hangs_is_replaced(start):
-    server = start(hang=1.0).ready()
+    server = start(hang=2.0).ready()
     worker = psutil.Process(server.pid())
     worker.suspend()
-    server.hear_until(f"worker process {worker.pid} did not answer for 1 seconds; it is replaced")
+    server.hear_until(f"worker process {worker.pid} did not answer for 2 seconds; it is replaced")
     assert server.pid() != worker.pid
     assert server.end()[0] == 0
 

@@ -165,12 +165,12 @@ def test_the_parent_imports_nothing_heavy(exported):
         "import sys\n"
         "from enginery.serve import server\n"
         "from enginery.serve.config import ServeConfig\n"
-        "server.Supervisor.serve = lambda self: print(*sys.modules) or 0\n"
+        "server.Parent.run = lambda self: print(*sys.modules) or 0\n"
         f"server.serve_models([{path!r}], ServeConfig(port=0))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     modules = set(done.stdout.split())
-    assert "uvicorn.supervisors.multiprocess" in modules
+    assert "enginery.serve.http.parent" in modules
     assert not modules & {
         "numpy",
         "onnxruntime",

@@ -29,10 +29,11 @@ from enginery.serve.batching.workers import BatchResult
 from enginery.serve.config import ServeConfig
 from enginery.serve.device import wire
 from enginery.serve.http.lifecycle import (
+    CANNOT_START,
     CLOSE_SECONDS,
     INTERRUPTED,
     REPLACE,
-    STARTUP_FAILURE,
+    block_signals,
     exit_process,
     log_failed_startup,
 )
@@ -332,8 +333,6 @@ class DeviceProcess:
         socket: Path,
         *,
         fronts: int,
-        startup_status: int = STARTUP_FAILURE,
-        server_ends: Callable[[], bool] = lambda: True,
     ) -> None:
         """Create the process without starting anything.
 
@@ -342,12 +341,9 @@ class DeviceProcess:
             config: the options of the server.
             socket: path of the Unix socket that fronts connect to.
             fronts: number of fronts.
-            startup_status: exit status if the models cannot be loaded.
-            server_ends: returns True if the whole server shuts down, not only this process.
         """
         self._paths, self._config, self._socket = paths, config, socket
-        self._fronts, self._startup_status = fronts, startup_status
-        self._server_ends = server_ends
+        self._fronts = fronts
         self._is_open = False
         self._server: asyncio.Server | None = None
         self._ending: asyncio.Task[None] | None = None
@@ -371,7 +367,7 @@ class DeviceProcess:
             await self.open()
         except Exception as error:
             log_failed_startup(error)
-            exit_process(self._startup_status)
+            exit_process(CANNOT_START)
         await asyncio.Event().wait()
 
     async def open(self) -> None:
@@ -453,14 +449,10 @@ class DeviceProcess:
     def _handle_signals(self) -> None:
         """Handle the signals that the parent has blocked."""
         loop = asyncio.get_running_loop()
-        handlers: tuple[tuple[int, Callable[[], object]], ...] = (
-            (signal.SIGTERM, self._handle_sigterm),
-            (signal.SIGINT, self._handle_sigint),
-            (signal.SIGHUP, lambda: self.spawn(self._reload())),
-        )
-        for number, handler in handlers:
-            loop.add_signal_handler(number, handler)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [number for number, _ in handlers])
+        loop.add_signal_handler(signal.SIGTERM, self._handle_sigterm)
+        loop.add_signal_handler(signal.SIGINT, self._handle_sigint)
+        loop.add_signal_handler(signal.SIGHUP, lambda: self.spawn(self._reload()))
+        block_signals(block=False)
 
     def _handle_sigterm(self) -> None:
         if self._ending is None:
@@ -474,12 +466,10 @@ class DeviceProcess:
             exit_process(INTERRUPTED)
 
     async def _drain(self) -> None:
-        """Run what the fronts send until they have ended; then exit."""
+        """Run what fronts have begun, then exit; if the server ends, they have ended before."""
         if self._server is None:  # the models are being loaded
             exit_process(0)
         self.registry.begin_drain()
-        while self.registry.fronts and self._server_ends():
-            await asyncio.sleep(_TICK_SECONDS)
         self.registry.refuses_requests = True
         quiet = 0  # a front may be about to send the next part of a request
         while self.registry.fronts and quiet < _QUIET_TICKS:

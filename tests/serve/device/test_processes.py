@@ -15,12 +15,11 @@ import httpx
 import numpy as np
 import psutil
 import pytest
-import uvicorn
 
 from enginery.core.errors import OptionError
 from enginery.runtime.model import load_model
 from enginery.serve.config import ServeConfig, check_options, gpu_ids
-from enginery.serve.server import DeviceWorker, plan_devices
+from enginery.serve.server import plan_devices
 from tests.serve.processes import gone, wait_until
 from tests.serve.test_service import WAIT, serving
 from tests.tolerances import OUTPUTS
@@ -306,12 +305,3 @@ def test_systems_that_cannot_fork_have_one_process(monkeypatch):
         plan_devices(ServeConfig(fronts=2), CPU, {})
     with pytest.raises(OptionError, match="'gpus' is set, but a server on this"):
         plan_devices(ServeConfig(gpus="0"), CUDA, {})
-
-
-@pytest.mark.parametrize(("flag", "ends"), [(None, True), ([0], False), ([1], True)])
-def test_device_process_waits_for_its_fronts_if_the_server_may_end(flag, ends):
-    """A spawned process cannot see whether the server or it alone is to end."""
-    worker = DeviceWorker(
-        lambda **_: None, uvicorn.Config(lambda: None), ServeConfig(), flag, others=()
-    )
-    assert worker._server_ends() is ends
