@@ -13,12 +13,10 @@ import itertools
 import logging
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, cast
 
@@ -34,7 +32,9 @@ from enginery.serve.http.lifecycle import (
     INTERRUPTED,
     REPLACE,
     block_signals,
+    exit_after,
     exit_process,
+    log_errors,
     log_failed_startup,
 )
 from enginery.serve.models.loading import load, reload
@@ -55,8 +55,6 @@ time that they have to send the rest of their requests to it."""
 _TICK_SECONDS = 0.02
 _QUIET_TICKS = 5
 """Ticks without a row after which a process that ends alone has answered what was begun."""
-_SPARE_SECONDS = 3.0
-"""Time beyond all others after which a process that does not exit is killed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -436,12 +434,7 @@ class DeviceProcess:
         if self._server is None:
             _log.error("not reloaded: the models are still being loaded.")
             return
-        try:
-            await reload(self.registry)
-        except EngineryError as error:
-            _log.error("not reloaded: %s", error)
-        except Exception:
-            _log.exception("reloading failed")
+        await log_errors(reload(self.registry))
         self.tell_fronts()
 
     # -- ending -------------------------------------------------------------------------------
@@ -456,7 +449,7 @@ class DeviceProcess:
 
     def _handle_sigterm(self) -> None:
         if self._ending is None:
-            self._exit_after(self._config.drain_delay + self._config.grace, 0)
+            exit_after(self._config.drain_delay + self._config.grace, lambda: 0)
             self._ending = self.spawn(self._drain())
 
     def _handle_sigint(self) -> None:
@@ -481,14 +474,6 @@ class DeviceProcess:
     def _replace(self, reason: str) -> None:
         """Fail what runs, and exit, so that the parent starts another process."""
         _log.warning("ending at once: %s", reason)
-        self._exit_after(0.0, REPLACE)
+        exit_after(0.0, lambda: REPLACE)
         self.registry.refuse_all()
         self.loop.call_later(_TICK_SECONDS, exit_process, REPLACE)  # after the frames are sent
-
-    def _exit_after(self, seconds: float, status: int) -> None:
-        """Exit after some seconds even if the event loop is blocked."""
-        timer = threading.Timer(
-            seconds + CLOSE_SECONDS + _SPARE_SECONDS, partial(exit_process, status)
-        )
-        timer.daemon = True
-        timer.start()

@@ -234,7 +234,7 @@ class ProcessLifecycle:
         if self._shutdown_task is None:
             _log.info("draining")
             self._turn_unready()
-            self._exit_after(self._config.drain_delay + self._config.grace)
+            exit_after(self._config.drain_delay + self._config.grace, lambda: self._status)
             self._shutdown_task = self._spawn(self._drain())
 
     def _handle_sigint(self) -> None:
@@ -257,21 +257,12 @@ class ProcessLifecycle:
         _log.warning("ending at once: %s", reason)
         if self._shutdown_task is not None:
             self._shutdown_task.cancel()
-        self._exit_after(0.0)
+        exit_after(0.0, lambda: self._status)
         self._shutdown_task = self._spawn(self._finish(0.0, refuse_all))
 
     def _handle_sighup(self) -> None:
-        self._spawn(self._do_reload())
-
-    async def _do_reload(self) -> None:
-        if self._reload is None:
-            return
-        try:
-            await self._reload()
-        except EngineryError as error:
-            _log.error("not reloaded: %s", error)
-        except Exception:
-            _log.exception("reloading failed")
+        if self._reload is not None:
+            self._spawn(log_errors(self._reload()))
 
     def _turn_unready(self) -> None:
         self._activity.draining = True
@@ -319,16 +310,6 @@ class ProcessLifecycle:
         self._server.config.timeout_graceful_shutdown = max(1, round(remaining_seconds))
         self._server.should_exit = True
 
-    def _exit_after(self, seconds: float) -> None:
-        """Exit after some seconds even if the event loop is blocked.
-
-        If a provider's code holds the GIL, only the parent can end the process.
-        """
-        seconds += _CANCEL_SECONDS + CLOSE_SECONDS + _SPARE_SECONDS
-        timer = threading.Timer(seconds, lambda: exit_process(self._status))
-        timer.daemon = True
-        timer.start()
-
     @staticmethod
     async def _wait_for(tasks: Sequence[asyncio.Task[None]]) -> None:
         if tasks:
@@ -341,12 +322,33 @@ def block_signals(*, block: bool = True) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK if block else signal.SIG_UNBLOCK, SIGNALS)
 
 
+async def log_errors(reloading: Awaitable[object]) -> None:
+    """Wait until the models are reloaded, and log why they cannot be."""
+    try:
+        await reloading
+    except EngineryError as error:
+        _log.error("not reloaded: %s", error)
+    except Exception:
+        _log.exception("reloading failed")
+
+
 def log_failed_startup(error: Exception) -> None:
     """Log why the models cannot be served."""
     if isinstance(error, EngineryError):
         _log.error("%s", error)
     else:
         _log.error("loading the models failed", exc_info=error)
+
+
+def exit_after(seconds: float, status: Callable[[], int]) -> None:
+    """Exit some time after `seconds` even if the event loop is blocked.
+
+    If a provider's code holds the GIL, only the parent can end the process.
+    """
+    seconds += _CANCEL_SECONDS + CLOSE_SECONDS + _SPARE_SECONDS
+    timer = threading.Timer(seconds, lambda: exit_process(status()))
+    timer.daemon = True
+    timer.start()
 
 
 def exit_process(status: int) -> NoReturn:

@@ -129,21 +129,23 @@ class Parent:
         hangs = child.process.is_alive()
         child.process.kill()
         child.process.join()
-        if child.process.exitcode == CANNOT_START and child.failures < 0:
+        status = child.process.exitcode
+        if status == CANNOT_START and child.failures < 0:
             self._is_ending = self._cannot_start = True
             return
         now = time.monotonic()
         again = child.failures >= 0 and now - child.started_at < HEALTHY_SECONDS
         child.failures = child.failures + 1 if again else 0
         pause = restart_delay_seconds(child.failures)
-        _log.warning(
-            "worker process %s %s; it is replaced %s.",
-            child.process.pid,
-            f"did not answer for {HANG_SECONDS:g} seconds"
-            if hangs
-            else describe_exit(child.process.exitcode),
-            f"in {pause:g} seconds" if pause else "immediately",
-        )
+        # Imported here because it imports modules that the parent rarely needs.
+        from enginery.core.subprocess import describe_exit
+
+        if hangs:
+            reason = f"did not answer for {HANG_SECONDS:g} seconds"
+        else:
+            reason = "exited because it was stuck" if status == REPLACE else describe_exit(status)
+        when = f"in {pause:g} seconds" if pause else "immediately"
+        _log.warning("worker process %s %s; it is replaced %s.", child.process.pid, reason, when)
         child.process, child.due_at = None, now + pause
 
     def _start(self, child: ServerProcess) -> None:
@@ -212,16 +214,6 @@ def restart_delay_seconds(failures: int) -> float:
     [0.0, 0.5, 1.0, 2.0, 30.0]
     """
     return min(MAX_RESTART_DELAY_SECONDS, 2.0 ** (failures - 2)) if failures > 0 else 0.0
-
-
-def describe_exit(status: int) -> str:
-    """Describe how a process ended, from its exit status."""
-    if status == REPLACE:
-        return "exited because it was stuck"
-    # Imported here because it imports modules that the parent rarely needs.
-    from enginery.core.subprocess import describe_exit
-
-    return describe_exit(status)
 
 
 def _send(number: int, processes: Sequence[Any]) -> None:

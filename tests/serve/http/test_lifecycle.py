@@ -11,6 +11,7 @@ import pytest
 import uvicorn
 
 from enginery.serve.config import ServeConfig
+from enginery.serve.http import lifecycle as lifecycle_module
 from enginery.serve.http.lifecycle import Activity, ProcessLifecycle, Supervision
 from enginery.serve.http.listener import Listener
 from enginery.serve.server import uvicorn_config
@@ -200,7 +201,7 @@ def test_simultaneous_signals_turn_readiness_off(monkeypatch):
     """Draining has not begun to run when the second one has it end at once."""
     happened = []
     # Its timer would end the process of the tests.
-    monkeypatch.setattr(ProcessLifecycle, "_exit_after", lambda self, seconds: None)
+    monkeypatch.setattr(lifecycle_module, "exit_after", lambda seconds, status: None)
 
     async def whole():
         server = uvicorn.Server(uvicorn_config(None, ServeConfig()))
