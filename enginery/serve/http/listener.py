@@ -28,6 +28,9 @@ _CALM_SECONDS = 60.0
 _IDLE_SECONDS = 5.0
 """Idle time of a connection after which it is closed if others wait to be accepted."""
 
+_MAX_WAITING = 4096
+"""Connections that are accepted at the end at most; Linux lets no more wait by default."""
+
 _log = logging.getLogger("enginery.serve")
 
 
@@ -61,7 +64,7 @@ class Listener:
         for sock in self._sockets:
             # uvloop accepts one connection a turn, so that many may wait; they would be reset.
             with suppress(OSError):  # none is left, or no file can be opened
-                while True:
+                for _ in range(_MAX_WAITING):
                     accepted, _ = sock.accept()
                     accepted.setblocking(False)
                     connecting.append(
