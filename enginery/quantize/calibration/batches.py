@@ -148,8 +148,7 @@ def make_batches(
         images = make_batches(
             artifact, segmenter.images, data, seed=seed, max_held_out=max_held_out
         )
-        calibrating, held_out = (_point_batches(feeder, seed, part) for part in images)
-        return calibrating, held_out
+        return _point_batches(feeder, seed, images[0]), _point_batches(feeder, seed, images[1])
     calibrating, held_out = data.split(max_held_out)
     generates = find_encoder_decoder(artifact.manifest.graphs) is not None
     if generates and data.kind == "feeds":
