@@ -14,7 +14,7 @@ _BY_TYPE: Mapping[str, str] = {
     "time_series_transformer": _SAMPLED,
 }
 """Types that no exporter lowers."""
-_WITHOUT_OPTIMUM: Mapping[str, str] = {"moonshine": _SHORTENED, "moonshine_streaming": _SHORTENED}
+_WITHOUT_OPTIMUM: Mapping[str, str] = {"moonshine_streaming": _SHORTENED}
 _BY_TASK: Mapping[str, str] = {
     "image-text-to-text": "a model of images and texts has to be exported in parts",
     "text-to-audio": "a model that speaks has to be exported in parts",
