@@ -36,7 +36,7 @@ _OLD_CACHE = "past_key_values"
 
 
 @dataclass
-class EncoderStates(BaseModelOutput):
+class EncoderStates(BaseModelOutput):  # type: ignore[misc]  # transformers has no types
     """What an encoder returns; Moonshine's decoder reads a mask of the states from it, too."""
 
     attention_mask: torch.Tensor | None = None
