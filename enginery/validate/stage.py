@@ -63,7 +63,8 @@ from enginery.reports.validation import (
     ValidationReport,
 )
 from enginery.reports.weights import LayerMetrics, WeightMetrics
-from enginery.runtime.decoder_graphs import DecoderGraphs, has_fixed_cache, input_graph
+from enginery.runtime.decoder_graphs import DecoderGraphs, has_fixed_cache
+from enginery.runtime.graph_roles import input_graph
 from enginery.runtime.onnxruntime.placement import read_placement
 from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 from enginery.runtime.onnxruntime.tracing import GraphTracer
