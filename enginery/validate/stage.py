@@ -63,7 +63,8 @@ from enginery.reports.validation import (
     ValidationReport,
 )
 from enginery.reports.weights import LayerMetrics, WeightMetrics
-from enginery.runtime.decoder_graphs import DecoderGraphs, has_fixed_cache, input_graph
+from enginery.runtime.decoder_graphs import DecoderGraphs, has_fixed_cache
+from enginery.runtime.graph_roles import input_graph
 from enginery.runtime.onnxruntime.placement import read_placement
 from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 from enginery.runtime.onnxruntime.tracing import GraphTracer
@@ -118,7 +119,7 @@ if TYPE_CHECKING:
     from enginery.validate.random_numbers import GivenNumbers
 
 STAGE = "validate"
-STAGE_VERSION = "27"
+STAGE_VERSION = "28"
 REPORT = f"{REPORTS}/{ValidationReport.FILE}"
 TOOLS = ("torch", "transformers", "optimum-onnx", "numpy", "tokenizers", "pillow")
 _FRAMEWORKS = TOOLS[:3]
