@@ -582,6 +582,21 @@ def test_changed_file_in_the_store_is_an_error_with_its_name(
     assert not (tmp_path / "out").exists()
 
 
+def test_full_disk_of_a_pull_is_an_error(server, artifact, tmp_path, monkeypatch):
+    from enginery.publish.targets.mlflow import registry
+
+    one = altered(artifact, tmp_path / "one", '{"disk": 1}')
+    published = stage.run(one, "mlflow:/disk", UNVALIDATED)
+
+    def full(source, target):
+        raise OSError(28, "No space left on device", str(target))
+
+    monkeypatch.setattr(registry.shutil, "move", full)
+    with pytest.raises(RegistryError, match=r"No space left on device.*Free disk space on this"):
+        stage.pull(published.url, tmp_path / "out", UNVALIDATED)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("url", ["mlflow:/none", "mlflow:/none/3", "mlflow:/none@production"])
 def test_missing_version_is_an_error(server, url, tmp_path):
     with pytest.raises(RegistryError, match="none"):

@@ -10,6 +10,7 @@ Address and credentials of the server are in MLflow's environment variables.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import http.client
 import importlib.util
@@ -195,8 +196,10 @@ class MlflowRegistry:
         except MlflowException as error:
             raise self._to_registry_error(error) from error
         except OSError as error:  # includes the errors of requests
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             raise RegistryError(
-                f"{self.url}: {redacted_message(error, self.server)}.", do=_CHECK_SERVER
+                f"{self.url}: {redacted_message(error, self.server)}.",
+                do="Free disk space on this machine." if is_full else _CHECK_SERVER,
             ) from error
 
     def _to_registry_error(self, error: Any) -> RegistryError:
