@@ -491,7 +491,7 @@ class PublishKeywords(TypedDict, total=False):
     """Version to create, `1.2.0`; empty for the registry's next one, in a folder 1, 2, 3, …"""
     alias: str
     """Alias to move to the version, `production`: `NAME@production` pulls it. It cannot be the
-    name of a version."""
+    name of a version, and a folder has no aliases."""
     allow_failed: bool
     """Publish an artifact whose validation is missing or failed; the card says so."""
     layout: Literal["enginery", "hub"]

@@ -93,11 +93,11 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
         "enginery serve minilm=build/minilm reviews=build/reviews --providers cuda",
     ),
     "publish": (
-        "enginery publish build/minilm registry --alias production",
+        "enginery publish build/minilm registry --version 1.2.0",
         "enginery publish build/minilm build/minilm-fp16 hf://org/minilm --layout hub",
     ),
     "pull": (
-        "enginery pull registry/minilm@production build/pulled",
+        "enginery pull registry/minilm build/pulled",
         "enginery pull oci://registry.example/minilm:1.0 build/pulled",
     ),
     "export-triton": (

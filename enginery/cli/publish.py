@@ -54,8 +54,8 @@ def pull(
     Parameters
     ----------
     url
-        The address that `publish` printed; also with an alias, NAME@production, or without a
-        version for the newest: the branch main for hf://, the tag latest for oci://.
+        The address that `publish` printed; also with an alias, NAME@production, except in a folder,
+        or without a version for the newest: the branch main for hf://, the tag latest for oci://.
     out
         Where the artifact goes. An artifact that is there is replaced.
     variant

@@ -84,17 +84,6 @@ def list_directory(directory: Path) -> list[Path]:
     return list(directory.iterdir()) if directory.is_dir() else []
 
 
-def list_prefixed(directory: Path, prefix: str) -> list[Path]:
-    """Return the entries of a directory whose names start with `prefix`, sorted.
-
-    `Path.glob` finds nothing in a directory that cannot be listed, without a word.
-
-    Raises:
-        OSError: the directory cannot be listed.
-    """
-    return sorted(path for path in directory.iterdir() if path.name.startswith(prefix))
-
-
 def _raise(error: OSError) -> None:
     raise error
 

@@ -1,4 +1,4 @@
-"""Files of a package: collect them, group them by purpose, and copy them.
+"""Files of a package: collect them, and group them by purpose.
 
 >>> card = tmp_path / "README.md"
 >>> _ = card.write_text("# MiniLM")
@@ -9,9 +9,7 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -21,7 +19,6 @@ from enginery.core.artifact.fingerprint import sha256_of
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError
 from enginery.core.paths import list_tree
-from enginery.core.temporary import PREFIX
 from enginery.publish.publication import CARD, LISTING
 
 _TOKENIZER = (
@@ -34,9 +31,6 @@ _TOKENIZER = (
     "sentencepiece",
     "chat_template",
 )
-
-# A registry's files are readable by all its users, whatever modes the artifact's files have.
-_MODE = 0o644
 
 
 @dataclass(frozen=True)
@@ -52,22 +46,6 @@ class PackageFile:
     group: str
     """`graph`, `weights`, `tokenizer`, `engine:<directory>`, `report`, `card`, `manifest` or
     `config`."""
-
-
-def write_file(file: PackageFile, target: Path) -> None:
-    """Copy a file to `target`, atomically, unless `target` already has the same content.
-
-    It is never a hard link: later changes of the artifact must not change the target.
-    """
-    if target.is_file() and sha256_of(target, trust_stat=False) == file.sha256:
-        return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f"{PREFIX}{target.name}")
-    part.unlink(missing_ok=True)
-    shutil.copyfile(file.path, part)
-    with suppress(OSError):  # a network share without file modes
-        part.chmod(_MODE)
-    part.replace(target)
 
 
 def collect_files(

@@ -35,7 +35,7 @@ from enginery.predict.report import sidecar
 from enginery.publish.config import PublishConfig
 from enginery.publish.stage import pull
 from enginery.publish.stage import run as publish
-from enginery.publish.targets.folder import find_damage, read_aliases, read_versions
+from enginery.publish.targets.folder import read_latest, read_versions
 from enginery.runtime.pytorch import reference as torch_reference
 from enginery.stages import run_cached
 from tests.core.artifacts import FINGERPRINT, make, manifest, publishable, validated, verdict
@@ -284,24 +284,20 @@ class Publish(Scenario):
         validated(publishable(root / "artifact"), report=b"{}")
 
     def run(self, root: Path) -> None:
-        config = PublishConfig(name="m", alias="best")
-        publish(Artifact.open(root / "artifact"), str(root / "registry"), config)
+        publish(Artifact.open(root / "artifact"), str(root / "registry"), PublishConfig(name="m"))
 
     def results(self, root: Path) -> dict[str, str]:
         folder = root / "registry" / "m"
-        aliases, versions = read_aliases(folder), read_versions(folder)
-        found = {
-            version: "" if find_damage(listing, folder / version) else listing.content_sha256
-            for version, listing in versions.items()
-        }
-        assert set(aliases.values()) <= set(found)
-        for version, content in found.items():
-            assert content, f"version {version} is damaged"
-        return {"1": "", "2": "", **found, "best": aliases.get("best", "")}
+        latest, versions = read_latest(folder), read_versions(folder)
+        assert not latest or latest in versions
+        for version, listing in versions.items():
+            listing.verify(folder / version, version)
+        contents = {version: listing.content_sha256 for version, listing in versions.items()}
+        return {"1": "", "2": "", **contents, "latest": latest}
 
 
 class PublishSecond(Publish):
-    """`enginery publish` of a second version, which an alias moves to."""
+    """`enginery publish` of a second version, which `latest` moves to."""
 
     name, step = "publish of a second version", 20
 
@@ -310,25 +306,6 @@ class PublishSecond(Publish):
         super().run(root)
         made = publishable(root / "artifact", graph=b"newer")
         validated(made, report=b"{}")
-
-
-class PublishRepair(Publish):
-    """`enginery publish` over a damaged version."""
-
-    name, step = "publish over a damaged version", 25
-
-    def prepare(self, root: Path) -> None:
-        super().prepare(root)
-        super().run(root)
-        (root / "registry" / "m" / "1" / "model.onnx").write_bytes(b"grape")
-
-    def results(self, root: Path) -> dict[str, str]:
-        folder = root / "registry" / "m"
-        found = {
-            version: "" if find_damage(listing, folder / version) else listing.content_sha256
-            for version, listing in read_versions(folder).items()
-        }
-        return {"1": "", **found}
 
 
 class Pull(Publish):
@@ -499,7 +476,6 @@ def scenarios(model: Path) -> list[Scenario]:
         PredictTensorsForced(model),
         Publish(),
         PublishSecond(),
-        PublishRepair(),
         Pull(),
         PullAgain(),
         Prune(),

@@ -29,7 +29,7 @@ CHEAP = ("store", "store with --force", "annotate", "publish", "pull", "predict"
 def temporary(sandbox) -> list[str]:
     """Return the temporary files and directories."""
     names = [path.relative_to(sandbox.root).as_posix() for path in sandbox.root.rglob("*")]
-    return [n for n in names if n.startswith("tmp/") or "/.tmp-" in f"/{n}" or ".part" in n]
+    return [n for n in names if n.startswith("tmp/") or "/.tmp-" in f"/{n}"]
 
 
 def kill_often(sandbox, scenario, kills):

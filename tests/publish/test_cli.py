@@ -17,7 +17,7 @@ def artifact(tmp_path):
 
 @pytest.mark.more
 def test_publish_prints_the_address_that_pull_takes(artifact, tmp_path):
-    done = in_pipe("publish", artifact, tmp_path / "registry", "--alias", "best")
+    done = in_pipe("publish", artifact, tmp_path / "registry")
     assert (done.status, done.out) == (0, f"{(tmp_path / 'registry/name/1').as_uri()}\n")
     done = in_pipe("pull", done.out.strip(), tmp_path / "out")
     assert done.status == 0

@@ -6,7 +6,12 @@ from dataclasses import replace
 import pytest
 
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.errors import ArtifactError, OptionError, RejectedArtifactError
+from enginery.core.errors import (
+    ArtifactError,
+    OptionError,
+    RegistryError,
+    RejectedArtifactError,
+)
 from enginery.core.json_file import verify_checksum
 from enginery.core.paths import is_portable_name, portable_name
 from enginery.publish.config import PublishConfig
@@ -228,6 +233,8 @@ def test_unknown_rights_are_not_compared(artifact, packed):
     stated, unread = packed(artifact), packed(artifact, license="")
     assert (stated.rights_known, unread.rights_known) == (True, False)
     assert unread.has_content(stated.content_sha256, stated.without_rights_sha256)
+    with pytest.raises(RegistryError, match="the card of the model's source cannot be read"):
+        unread.check_rights_known("it has lost a layer", stated.content_sha256)
     other = packed(artifact, license="apache-2.0")
     assert not other.has_content(stated.content_sha256, stated.without_rights_sha256)
     assert not stated.has_content(unread.content_sha256, unread.without_rights_sha256), "news"

@@ -379,9 +379,9 @@ def test_versions_and_aliases_are_no_names(exported, tmp_path):
     for name in ("latest", "1", "v1.2", "production", "model"):
         (tmp_path / name).symlink_to(good.path)
         assert set(named_paths([tmp_path / name])) == {good.manifest.source.name}
-    config = PublishConfig(name="tiny-bert", alias="production", allow_failed=True)
+    config = PublishConfig(name="tiny-bert", allow_failed=True)
     publish_model(good, tmp_path / "registry", config=config)
-    for name in ("latest", "1", "production"):
+    for name in ("latest", "1"):
         assert set(named_paths([tmp_path / "registry/tiny-bert" / name])) == {"tiny-bert"}
 
 

@@ -3,15 +3,13 @@
 An address is `file:///path` or a plain path:
 
     /srv/models/
-      index.json              all models, versions and aliases; rewritten from the folders each time
       minilm/
         1/  2/                versions; each is an artifact that load_model can open
-        latest -> 2           relative links: the newest version, and the aliases
-        production -> 1
+        latest -> 2           the version that was made last, as a relative link
 
-A version is written into a hidden folder under the model's lock, verified, and renamed. So a
-version is never incomplete, and the next run repairs what a killed one has left. If the file system
-has no links, `latest` and the aliases are files that contain the version's name.
+A version is written into a hidden folder under the model's lock, verified, and renamed: it is
+complete or absent, and it is never written again. If the file system has no links, `latest` is a
+file that contains the version's name.
 """
 
 from __future__ import annotations
@@ -19,62 +17,59 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from enginery.core.artifact.artifact import MANIFEST
-from enginery.core.artifact.staging import replace_directory
-from enginery.core.durable import make_directory, sync_directory, sync_tree
+from enginery.core.durable import make_directory, replace_synced, sync_directory, sync_tree
 from enginery.core.errors import (
     ArtifactError,
-    EngineryError,
     OptionError,
     RegistryError,
     nearest,
     os_errors_as,
 )
-from enginery.core.json_file import json_bytes
-from enginery.core.paths import is_portable_name, list_prefixed, list_tree, resolve_inside
+from enginery.core.paths import is_portable_name, list_directory, resolve_inside
 from enginery.core.progress import Progress
 from enginery.core.temporary import (
     PREFIX,
+    directory_beside,
     locked_file,
     remove_leftovers,
     write_atomically,
 )
 from enginery.publish.config import LATEST, PublishConfig
 from enginery.publish.destination import Published
-from enginery.publish.package import Package
-from enginery.publish.package_files import PackageFile, write_file
-from enginery.publish.publication import LISTING, REMEDY, Publication
+from enginery.publish.package import Package, PackageFile
+from enginery.publish.publication import LISTING, Publication
 
-INDEX = "index.json"
-SCHEMA_VERSION = 1
+_NEXT = f"{PREFIX}{LATEST}"
+"""`latest` of a version that is about to appear. A run that is killed before it moves `latest`
+leaves it, so that the next one can."""
 _MAX_NAME_BYTES = 200
-_PART = ".part-"
-_OLD = ".old-"
-# Clocks of machines differ, and network shares round times; so a later version is given a time at
-# least this much later.
-_MIN_INTERVAL_NS = 10_000_000
+# A registry's files are readable by all its users, whatever modes the artifact's files have.
+_MODE = 0o644
 
 
-@dataclass(frozen=True)
 class FolderRegistry:
     """A folder of models."""
 
-    url: str
-    config: PublishConfig
+    def __init__(self, url: str, config: PublishConfig) -> None:
+        """Parse the address.
 
-    @property
-    def path(self) -> Path:
-        """Path of the folder, or of a version in it."""
-        return path_from_url(self.url)
+        Raises:
+            OptionError: the address is not a path on this machine, or an alias is given.
+        """
+        self.url, self.path = url, path_from_url(url)
+        if config.alias:
+            raise OptionError(
+                f"option 'alias' is '{config.alias}', but a folder has only versions and "
+                f"'{LATEST}'.",
+                do="Leave it out. A link of your own can name a version, and `pull` follows it.",
+                option="alias",
+            )
 
     def publish(self, package: Package, config: PublishConfig, progress: Progress) -> Published:
         """Write the package as a version, unless a version has the same content.
@@ -82,38 +77,38 @@ class FolderRegistry:
         Raises:
             RegistryError: the folder cannot be written, is not a registry, or has the version with
                 other content.
-            OptionError: the alias is the name of a version, or the version that of an alias.
+            ArtifactError: the version with this content is damaged, or a file was changed while it
+                was published; the message names the file.
         """
-        root = self.path
-        folder = root / package.name
-        with _registry_errors(root):
-            check_registry_root(root)
+        folder = self.path / package.name
+        with _registry_errors(self.path):
+            check_registry_root(self.path)
             with _locked(folder, progress):
-                restore_interrupted(folder)
-                version, is_new = _find_or_write(package, folder, config, progress)
-                if is_new:
-                    set_alias(folder, LATEST, version)
+                _move_latest(folder)  # of a run that was killed
+                remove_leftovers(folder)
+                version = _find_version(package, folder, config)
+                is_new = not version
+                if version:
+                    progress.say(f"publish: nothing to do, version {version} has the same content")
                 else:
-                    # A killed run may have written a version without moving `latest`.
-                    repair_latest(folder, read_versions(folder))
-                if config.alias:
-                    set_alias(folder, config.alias, version)
-                _remove_leftovers(folder)
-            with _locked(root, progress):
-                write_index(root)
-                remove_leftovers(root)
+                    version = config.version or _next_version(folder)
+                    _write_version(package, folder / version, progress)
         url = (folder / version).resolve().as_uri()
         return Published(url, version, is_new, package.notes)
 
     @property
     def remedy(self) -> str:
-        """Remedy for a damaged version; publishing verifies and rewrites it."""
-        return REMEDY
+        """Remedy for a damaged version, which is never written again."""
+        return (
+            "It cannot be trusted: remove the version's folder, and publish it again from an "
+            "undamaged artifact."
+        )
 
     def pull(self, out: Path, progress: Progress) -> Path:
         """Copy a version into `out` and return it; see `find_version` for addresses."""
         with _registry_errors(self.path):
-            source, listing = find_version(self.url)
+            source = find_version(self.url)
+            listing = Publication.read(source, self.url)
         names = [*listing.files, LISTING]
         with progress.task(f"copying {source.name}", total=len(names)) as advance:
             for name in names:
@@ -126,65 +121,45 @@ class FolderRegistry:
         return out
 
 
-def _find_or_write(
-    package: Package, folder: Path, config: PublishConfig, progress: Progress
-) -> tuple[str, bool]:
-    """Return the version with this content, and True if it is new; rewrite a damaged one."""
-    # Else the content of one that cannot be read at this time would become another version.
-    versions = read_versions(folder, strict=True)
-    _check_names(folder, config, list(versions))
+def _find_version(package: Package, folder: Path, config: PublishConfig) -> str:
+    """Return the version with the package's content; empty if there is none.
+
+    Raises:
+        RegistryError: the name of a new version is taken, or the content has another name.
+        ArtifactError: a listing cannot be read, or the version with this content is damaged.
+    """
+    versions = read_versions(folder)
     same = [version for version, listing in versions.items() if package.matches(listing)]
     if same and config.version not in ("", *same):
         raise RegistryError(
             f"option 'version' is '{config.version}', but {folder} already has this content as "
             f"version {same[-1]}.",
-            do=f"Leave out --version, or add a second name: --alias {config.version}",
+            do="Leave out --version.",
         )
-    if not same:
-        version = config.version or _next_version(folder)
-        _check_version_free(folder / version, versions.get(version), package)
-        write_version(package, folder, version, progress)
-        return version, True
-    version = config.version or same[-1]
-    directory, listing = folder / version, versions[version]
-    if damage := find_damage(listing, directory):
-        package.check_rights_known(damage.rstrip("."), listing.content_sha256)
-        progress.say(f"publish: writing version {version} again: {damage}")
-        write_version(package, folder, version, progress, stamp_ns=published_ns(directory))
-    else:
-        progress.say(f"publish: nothing to do, version {version} has the same content")
-    return version, False
-
-
-def _check_version_free(directory: Path, existing: Publication | None, package: Package) -> None:
-    """Raise RegistryError if the name of a new version is taken."""
-    if existing:
+    if same:
+        version = config.version or same[-1]
+        directory = folder / version
+        remedy = f"Remove {directory}, and publish again."
+        versions[version].verify(directory, str(directory), do=remedy)
+        return version
+    if config.version in versions:
+        changes = _describe_changes(versions[config.version], package)
         raise RegistryError(
-            f"{directory} has other content: {_describe_changes(existing, package)}.",
+            f"{folder / config.version} has other content: {changes}.",
             do="Choose another --version, or leave it out.",
         )
-    if directory.exists():
+    if config.version and os.path.lexists(folder / config.version):
         raise RegistryError(
-            f"{directory} exists, but its {LISTING} is missing or cannot be read.",
+            f"{folder / config.version} exists, but its {LISTING} is missing or cannot be read.",
             do="Remove it, or choose another --version.",
         )
+    return ""
 
 
 def _next_version(folder: Path) -> str:
     """Return one more than the largest number in the folder, including damaged versions."""
     names = [path.name for path in folder.iterdir()]
     return str(max((int(name) for name in names if name.isdecimal()), default=0) + 1)
-
-
-def _check_names(folder: Path, config: PublishConfig, versions: list[str]) -> None:
-    if config.alias and config.alias in versions:
-        raise OptionError(f"alias '{config.alias}' is the name of a version of {folder.name}.")
-    if config.alias and config.alias == config.version:
-        raise OptionError(
-            f"options 'alias' and 'version' are both '{config.alias}'.", do="Leave out --alias."
-        )
-    if config.version in read_aliases(folder):
-        raise OptionError(f"version '{config.version}' is the name of an alias of {folder.name}.")
 
 
 def _describe_changes(existing: Publication, package: Package) -> str:
@@ -197,7 +172,7 @@ def _describe_changes(existing: Publication, package: Package) -> str:
 
 @contextmanager
 def _locked(folder: Path, progress: Progress) -> Iterator[None]:
-    """Hold the lock in the registry's folder, so that only one process of any machine writes."""
+    """Hold the lock in a model's folder, so that only one process of any machine writes."""
     make_directory(folder)
     with locked_file(
         folder / ".lock", lambda: progress.say(f"waiting: another process writes into {folder}")
@@ -237,11 +212,11 @@ def path_from_url(url: str) -> Path:
     return Path(path.lstrip("/") if re.match(r"/[A-Za-z]:", path) else path)
 
 
-def find_version(url: str) -> tuple[Path, Publication]:
-    """Return the folder of the version that an address names, and its listing.
+def find_version(url: str) -> Path:
+    """Return the folder of the version that an address names.
 
-    `…/minilm/3`, `…/minilm@3`, `…/minilm/production` and `…/minilm@production` name a version or
-    an alias; `…/minilm` names the newest version.
+    `…/minilm/3` names a version, as does any link to it; `…/minilm` and `…/minilm/latest` name the
+    newest one.
 
     Raises:
         RegistryError: the version or the registry does not exist.
@@ -249,274 +224,157 @@ def find_version(url: str) -> tuple[Path, Publication]:
     """
     path = path_from_url(url)
     if (path / LISTING).is_file():
-        return path, Publication.read(path, url)
-    folder, requested = path, LATEST
-    if "@" in path.name and not path.exists():
-        name, _, requested = path.name.rpartition("@")
-        folder = path.with_name(name)
-    elif not read_versions(path) and read_versions(path.parent):
-        folder, requested = path.parent, path.name
-    versions, aliases = read_versions(folder), read_aliases(folder)
-    version = aliases.get(requested, requested)
-    if requested == LATEST and versions and LATEST not in aliases:
-        version = newest_version(folder, versions)
-    if (folder / version / LISTING).is_file():
-        return folder / version, Publication.read(folder / version, url)
-    raise _version_not_found(url, folder, requested, [*versions, *aliases])
+        # Links are followed once: `latest` may move while its files are copied.
+        return Path(os.path.realpath(path))
+    # Without links, `latest` is a file in the folder of the model.
+    folder = path.parent if path.name == LATEST else path
+    version = read_latest(folder)
+    if version and (folder / version / LISTING).is_file():
+        return folder / version
+    raise _version_not_found(url, path)
 
 
-def _version_not_found(url: str, folder: Path, wanted: str, known: list[str]) -> RegistryError:
+def _version_not_found(url: str, path: Path) -> RegistryError:
     """Return the error for a version that does not exist, with the existing ones."""
-    if known:
+    for folder, wanted in ((path, LATEST), (path.parent, path.name)):
+        if versions := _version_names(folder):
+            return RegistryError(
+                f"{folder} has no version '{wanted}'{nearest(wanted, versions)}",
+                do=f"It has {', '.join(versions)}.",
+            )
+    if models := _models(path):
         return RegistryError(
-            f"{folder} has no version or alias '{wanted}'{nearest(wanted, known)}",
-            do=f"It has {', '.join(known)}.",
-        )
-    if models := _models(folder):
-        return RegistryError(
-            f"{folder} is a registry, expected the address of a model in it.",
+            f"{path} is a registry, expected the address of a model in it.",
             do=f"Add a model to the address: {', '.join(models)}.",
         )
-    other_models = _models(folder.parent)
+    other_models = _models(path.parent)
     return RegistryError(
-        f"{url} is not a published model{nearest(folder.name, other_models)}",
-        do=f"{folder.parent} has {', '.join(other_models)}." if other_models else "",
+        f"{url} is not a published model{nearest(path.name, other_models)}",
+        do=f"{path.parent} has {', '.join(other_models)}." if other_models else "",
     )
 
 
-def _models(path: Path) -> list[str]:
-    paths = path.iterdir() if path.is_dir() else ()
-    return sorted(p.name for p in paths if p.is_dir() and read_versions(p))
+def _models(root: Path) -> list[str]:
+    return sorted(path.name for path in list_directory(root) if read_latest(path))
 
 
 def check_registry_root(root: Path) -> None:
     """Raise an error if a folder cannot be a registry: a model, a version, an artifact, a file.
 
     Raises:
-        OptionError: it is the folder of a model or a version in a registry.
-        RegistryError: it is an artifact or a file.
+        OptionError: it is the folder of a model in a registry.
+        RegistryError: it is an artifact, a version for example, or a file.
     """
     if root.exists() and not root.is_dir():
         raise RegistryError(f"{root} is a file, expected a folder.")
-    for inside, registry in ((root, root.parent), (root.parent, root.parent.parent)):
-        if (registry / INDEX).is_file() and read_versions(inside):
-            raise OptionError(
-                f"{root} is inside the registry {registry}, expected the registry itself.",
-                do=f"Publish to {registry.as_uri()}, with --name and --version.",
-            )
     if (root / MANIFEST).is_file():
         raise RegistryError(f"{root} is an artifact, expected the folder of a registry.")
+    if read_latest(root):
+        raise OptionError(
+            f"{root} is a model in the registry {root.parent}, expected the registry itself.",
+            do=f"Publish to {root.parent.as_uri()}, with --name and --version.",
+        )
 
 
-def read_versions(folder: Path, *, strict: bool = False) -> dict[str, Publication]:
-    """Return the versions of a model by name, in natural order, without those without a listing.
+def read_versions(folder: Path) -> dict[str, Publication]:
+    """Return the listings of a model's versions by name, without those that are damaged.
 
-    Args:
-        folder: folder of the model.
-        strict: raise ArtifactError for a listing that the system cannot read; a damaged one is left
-            out in any case.
+    Raises:
+        ArtifactError: the system cannot read a listing: its content might be published again as
+            another version.
     """
     versions: dict[str, Publication] = {}
-    if not folder.is_dir():
-        return versions
-    for path in folder.iterdir():
-        if is_portable_name(path.name) and not path.is_symlink() and (path / LISTING).is_file():
-            try:
-                versions[path.name] = Publication.read(path, str(path))
-            except EngineryError as error:
-                if strict and isinstance(error.__cause__, OSError):
-                    raise
-    return dict(sorted(versions.items(), key=lambda pair: _natural_key(pair[0])))
+    for name in _version_names(folder):
+        try:
+            versions[name] = Publication.read(folder / name, str(folder / name))
+        except ArtifactError as error:
+            if isinstance(error.__cause__, OSError):
+                raise
+    return versions
 
 
-def read_aliases(folder: Path) -> dict[str, str]:
-    """Return `latest` and the aliases, links or files, with the existing versions they point to."""
-    aliases: dict[str, str] = {}
-    if not folder.is_dir():
-        return aliases
-    for path in sorted(folder.iterdir()):
-        if not is_portable_name(path.name):
-            continue
-        if path.is_symlink():
-            aliases[path.name] = path.readlink().name
-        elif path.is_file() and path.stat().st_size <= _MAX_NAME_BYTES:
-            name = path.read_text(encoding="utf-8", errors="replace").strip()
-            if is_portable_name(name):
-                aliases[path.name] = name
-    return {name: version for name, version in aliases.items() if (folder / version).is_dir()}
+def _version_names(folder: Path) -> list[str]:
+    """Return the names of the folders with a listing, shorter numbers first."""
+    names = [
+        path.name
+        for path in list_directory(folder)
+        if is_portable_name(path.name) and not path.is_symlink() and (path / LISTING).is_file()
+    ]
+    return sorted(names, key=lambda name: (not name.isdecimal(), len(name), name))
 
 
-def newest_version(folder: Path, versions: dict[str, Publication]) -> str:
-    """Return the version that was published last."""
-    dates = {version: published_ns(folder / version) for version in versions}
-    return max(versions, key=lambda version: (dates[version], _natural_key(version)))
+def read_latest(folder: Path) -> str:
+    """Return the version that `latest` in a model's folder names; empty if there is none."""
+    return _read_pointer(folder / LATEST)
 
 
-def set_alias(folder: Path, name: str, version: str) -> None:
-    """Point `latest` or an alias to a version, atomically."""
-    path = folder / name
-    if read_aliases(folder).get(name) == version:
-        return
-    fresh = folder / f"{PREFIX}{name}"
-    fresh.unlink(missing_ok=True)
-    try:
-        fresh.symlink_to(version, target_is_directory=True)
-    except OSError:  # Windows without permission, or a network share without links
-        write_atomically(path, f"{version}\n".encode())
-        return
-    fresh.replace(path)
-    sync_directory(folder)
+def _read_pointer(path: Path) -> str:
+    """Return the existing version that a link, or a file in its place, names; else empty."""
+    if path.is_symlink():
+        name = str(path.readlink())
+    elif path.is_file() and path.stat().st_size <= _MAX_NAME_BYTES:
+        name = path.read_text(encoding="utf-8", errors="replace").strip()
+    else:
+        return ""
+    return name if is_portable_name(name) and (path.parent / name).is_dir() else ""
 
 
-def repair_latest(folder: Path, versions: dict[str, Publication]) -> None:
-    """Point `latest` to a newer version that a killed run has written.
-
-    It moves only if both the time and the name of the version are later: in a copied registry the
-    times are those of the copy.
-    """
-    if not versions:
-        return
-    pointed, last = read_aliases(folder).get(LATEST, ""), newest_version(folder, versions)
-    if pointed in versions:
-        is_later = published_ns(folder / last) > published_ns(folder / pointed)
-        if not is_later or _natural_key(last) <= _natural_key(pointed):
-            return
-    set_alias(folder, LATEST, last)
-
-
-def write_index(root: Path) -> None:
-    """Write `index.json` from the folders, under the registry's lock."""
-    models = {
-        path.name: _model(path)
-        for path in sorted(root.iterdir())
-        if path.is_dir() and is_portable_name(path.name)
-    }
-    document = {
-        "schema_version": SCHEMA_VERSION,
-        "models": {name: model for name, model in models.items() if model["versions"]},
-    }
-    content = json_bytes(document)
-    index_path = root / INDEX
-    if not index_path.is_file() or index_path.read_bytes() != content:
-        write_atomically(index_path, content)
-
-
-def _model(folder: Path) -> dict[str, Any]:
-    aliases = read_aliases(folder)
-    return {
-        "latest": aliases.pop(LATEST, ""),
-        "aliases": aliases,
-        "versions": {
-            version: {
-                "published": _date(published_ns(folder / version)),
-                "content_sha256": publication.content_sha256,
-                "size_bytes": sum(record.size_bytes for record in publication.files.values()),
-                "validated": publication.validated,
-                "engines": [mark.model_dump(mode="json") for mark in publication.engines],
-            }
-            for version, publication in read_versions(folder).items()
-        },
-    }
-
-
-def published_ns(version: Path) -> int:
-    """Return when a version was published, in nanoseconds: its listing's modification time."""
-    return (version / LISTING).stat().st_mtime_ns
-
-
-def _date(nanoseconds: int) -> str:
-    return datetime.fromtimestamp(nanoseconds / 1e9, UTC).isoformat(timespec="seconds")
-
-
-def _natural_key(name: str) -> tuple[tuple[int, str], ...]:
-    """Return a sort key with 2 before 10 and 1.9 before 1.10."""
-    parts = re.findall(r"\d+|\D+", name)
-    return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in parts)
-
-
-def write_version(
-    package: Package, folder: Path, version: str, progress: Progress, *, stamp_ns: int = 0
-) -> None:
-    """Write a version into a temporary folder and rename it; replace a damaged version.
+def _write_version(package: Package, directory: Path, progress: Progress) -> None:
+    """Write a version into a temporary folder, verify and rename it, and move `latest`.
 
     Args:
         package: the package.
-        folder: folder of the model.
-        version: name of the version, which must not exist or be damaged.
+        directory: path of the version, which must not exist.
         progress: receives progress messages.
-        stamp_ns: time of the version; 0 for now, but later than all other versions.
 
     Raises:
         ArtifactError: a file was changed while it was published, and the message names it.
         OSError: the folder cannot be written.
     """
-    part = folder / f"{_PART}{package.content_sha256[:16]}"
-    for leftover in list_prefixed(folder, _PART):
-        if leftover != part:
-            # A killed run left it: this run holds the lock.
-            shutil.rmtree(leftover, ignore_errors=True)
-    part.mkdir(exist_ok=True)
-    with progress.task(f"writing {folder.name}/{version}", total=len(package.files)) as advance:
-        for file in package.files:
-            _write_file(package, file, part)
-            advance()
-    names = {file.name for file in package.files}
-    for path in list_tree(part):
-        if path.is_file() and path.relative_to(part).as_posix() not in names:
-            path.unlink()
-    Publication.read(part, str(part)).verify(part, f"{package.artifact.path}, as it is now")
-    stamp_ns = stamp_ns or _now_ns(folder)
-    os.utime(part / LISTING, ns=(stamp_ns, stamp_ns))
-    sync_tree(part)
-    old = folder / f"{_OLD}{version}"
-    replace_directory(part, folder / version, old=old)
-    for damaged in (part, old):  # one of them has the damaged version
-        shutil.rmtree(damaged, ignore_errors=True)
-    progress.say(f"publish: wrote {folder / version}")
+    folder, version = directory.parent, directory.name
+    with directory_beside(directory) as part:
+        task = progress.task(f"writing {folder.name}/{version}", total=len(package.files))
+        with task as advance:
+            for file in package.files:
+                copy_file(package, file, part / file.name)
+                advance()
+        Publication.read(part, str(part)).verify(part, f"{package.artifact.path}, as it is now")
+        sync_tree(part)
+        _prepare_latest(folder, version)
+        replace_synced(part, directory)
+    _move_latest(folder)
+    progress.say(f"publish: wrote {directory}")
 
 
-def find_damage(listing: Publication, directory: Path) -> str:
-    """Verify a version with its listing; return the problem, empty if there is none."""
+def copy_file(package: Package, file: PackageFile, target: Path) -> None:
+    """Copy a file of a package; never a hard link, since the artifact may change later."""
+    target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        listing.verify(directory, str(directory))
-    except ArtifactError as error:
-        return error.message
-    return ""
-
-
-def restore_interrupted(folder: Path) -> None:
-    """Restore the versions that a run killed between two renames had moved; hold the lock."""
-    for old in list_prefixed(folder, _OLD):
-        original = folder / old.name.removeprefix(_OLD)
-        if original.exists():
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            old.replace(original)
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """Remove what killed runs have left in a model's folder; hold the lock."""
-    remove_leftovers(folder)
-    for prefix in (_PART, _OLD):
-        for path in list_prefixed(folder, prefix):
-            shutil.rmtree(path, ignore_errors=True)
-    for path in list_prefixed(folder, PREFIX):
-        if path.is_symlink():
-            path.unlink()
-
-
-def _now_ns(folder: Path) -> int:
-    """Return the current time, but later than that of all versions."""
-    others = [published_ns(folder / version) for version in read_versions(folder)]
-    return max([time.time_ns(), *(other + _MIN_INTERVAL_NS for other in others)])
-
-
-def _write_file(package: Package, file: PackageFile, part: Path) -> None:
-    try:
-        write_file(file, part / file.name)
+        shutil.copyfile(file.path, target)
     except FileNotFoundError as error:
         if file.path.exists():
             raise
         raise ArtifactError(
             f"{package.artifact.path}: {file.name} was removed while it was published."
         ) from error
+    with suppress(OSError):  # a network share without file modes
+        target.chmod(_MODE)
+
+
+def _prepare_latest(folder: Path, version: str) -> None:
+    """Write a pointer to a version that is about to appear, for `_move_latest`."""
+    path = folder / _NEXT
+    try:
+        path.symlink_to(version, target_is_directory=True)
+        sync_directory(folder)
+    except OSError:  # Windows without permission, or a network share without links
+        write_atomically(path, f"{version}\n".encode())
+
+
+def _move_latest(folder: Path) -> None:
+    """Rename the prepared pointer to `latest` if its version has appeared; else remove it."""
+    path = folder / _NEXT
+    if _read_pointer(path):
+        replace_synced(path, folder / LATEST)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,11 +1,9 @@
-"""MLflow's metadata of a package: signature, input example, tags and parameters."""
+"""MLflow's metadata of a package: signature, tags and parameters."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import fields, is_dataclass
-from io import BytesIO
-from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
@@ -13,8 +11,6 @@ from enginery.core.artifact.manifest import Manifest
 from enginery.core.version import __version__
 from enginery.publish.package import Package
 from enginery.runtime.tasks import manifest_task
-from enginery.runtime.tasks.audio import example_wav
-from enginery.runtime.tasks.examples import example_texts
 from enginery.runtime.tasks.results import bare_type
 from enginery.runtime.tasks.task import Task
 from enginery.runtime.tasks.zero_shot_images import ZeroShotImages
@@ -34,7 +30,7 @@ def signature(manifest: Manifest) -> Any:
     any other result is a list or a dict per row. Parameters are the task's options.
     """
     import numpy as np
-    from mlflow.models import ModelSignature
+    from mlflow.models import Model, ModelSignature
     from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema, TensorSpec
 
     task = _supported_task(manifest)
@@ -67,26 +63,14 @@ def signature(manifest: Manifest) -> Any:
         for name, schema in task.Options.schemas().items()
         if schema.get("type") in kinds
     ]
-    return ModelSignature(Schema(inputs), Schema(outputs), ParamSchema(params))
-
-
-def checks_its_inputs(manifest: Manifest) -> bool:
-    """Return True if the model's loader checks its inputs instead of MLflow: an optional column."""
-    task = _supported_task(manifest)
-    return task is not None and any(field.optional for field in task.inputs)
-
-
-def let_loader_check_inputs(file: Path) -> None:
-    """Change a model's `MLmodel` so that MLflow passes inputs on as they are.
-
-    MLflow's own check of named columns rejects a list of texts, and that of a column without a name
-    drops a second one. It leaves the check to models whose signature comes from Python's type
-    hints; the signature itself stays.
-    """
-    from mlflow.models import Model
-
-    values = Model.load(str(file)).to_dict()
-    Model.from_dict({**values, "is_signature_from_type_hint": True}).save(str(file))
+    signature = ModelSignature(Schema(inputs), Schema(outputs), ParamSchema(params))
+    if any(field.optional for field in task.inputs):
+        # MLflow's own check of named columns rejects a list of texts, and that of a column without
+        # a name drops a second one. It leaves the check to the loader of a model whose signature
+        # comes from Python's type hints; only the document of a model can say so.
+        document = {"signature": signature.to_dict(), "is_signature_from_type_hint": True}
+        return Model.from_dict(document).signature
+    return signature
 
 
 def _supported_task(manifest: Manifest) -> type[Task] | None:
@@ -126,24 +110,6 @@ def _field_types(kind: Any) -> dict[str, Any]:
     return {field.name: _column_type(bare_type(hints[field.name])) for field in fields(kind)}
 
 
-def input_example(package: Package) -> Any:
-    """Return an example row for the signature; None if there is no signature."""
-    task = _supported_task(package.artifact.manifest)
-    if task is None:
-        return None
-    import pandas as pd
-
-    names = [field.name for field in task.inputs]
-    if task.modality != "text":
-        example = _grey_image() if task.modality == "image" else example_wav()
-        return pd.DataFrame({names[0]: [example]})
-    texts = example_texts(package.artifact)
-    if len(names) == 1:
-        return list(texts)
-    # Optional parts come last, and an example may lack them.
-    return pd.DataFrame({name: [text] for name, text in zip(names, texts, strict=False)})
-
-
 def tags(package: Package) -> dict[str, str]:
     """Return the tags for the run, the logged model and the version."""
     manifest = package.artifact.manifest
@@ -172,11 +138,3 @@ def stage_params(manifest: Manifest) -> dict[str, str]:
         # MLflow rejects empty values; long ones are in manifest.json.
         if value not in ("", None) and len(str(value)) <= _MAX_VALUE
     }
-
-
-def _grey_image() -> bytes:
-    from PIL import Image
-
-    stream = BytesIO()
-    Image.new("RGB", (64, 64), (128, 128, 128)).save(stream, "PNG")
-    return stream.getvalue()

@@ -10,6 +10,7 @@ Address and credentials of the server are in MLflow's environment variables.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import http.client
 import importlib.util
@@ -35,7 +36,7 @@ from enginery.publish.config import LATEST, PublishConfig
 from enginery.publish.destination import Published
 from enginery.publish.package import Package
 from enginery.publish.targets.mlflow.model import ARTIFACT, CONTENT_TAG, WITHOUT_RIGHTS_TAG
-from enginery.publish.targets.mlflow.upload import ignore_existing, repair_version, upload_version
+from enginery.publish.targets.mlflow.upload import ignore_existing, upload_version
 
 _ADDRESS = re.compile(
     r"mlflow:/{1,3}(?P<name>[^/@]+)(?:/(?P<version>\d+)|@(?P<alias>[^/@]+))?", re.IGNORECASE
@@ -115,12 +116,8 @@ class MlflowRegistry:
             with ignore_existing():
                 client.create_registered_model(self.name)
             existing = self._find_version(client, package)
-            is_new = existing is None
-            if existing is None:
-                version = upload_version(client, package, self.name, progress)
-            else:
-                version = str(existing.version)
-                repair_version(client, package, existing, progress)
+            is_new = not existing
+            version = existing or upload_version(client, package, self.name, progress)
             if config.alias:
                 client.set_registered_model_alias(self.name, config.alias, version)
         notes = tuple(f"{r.directory_name} is {r.hardware_target}" for r in package.engines)
@@ -199,8 +196,10 @@ class MlflowRegistry:
         except MlflowException as error:
             raise self._to_registry_error(error) from error
         except OSError as error:  # includes the errors of requests
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             raise RegistryError(
-                f"{self.url}: {redacted_message(error, self.server)}.", do=_CHECK_SERVER
+                f"{self.url}: {redacted_message(error, self.server)}.",
+                do="Free disk space on this machine." if is_full else _CHECK_SERVER,
             ) from error
 
     def _to_registry_error(self, error: Any) -> RegistryError:
@@ -222,16 +221,16 @@ class MlflowRegistry:
             )
         return RegistryError(f"{self.url}: MLflow reports: {message}.", do=_CHECK_SERVER)
 
-    def _find_version(self, client: Any, package: Package) -> Any:
-        """Return the newest version with the same content; None if there is none."""
-        versions = [
-            version
+    def _find_version(self, client: Any, package: Package) -> str:
+        """Return the newest version with the same content; empty if there is none."""
+        numbers = [
+            int(version.version)
             for version in self._versions(client)
             if package.has_content(
                 version.tags.get(CONTENT_TAG, ""), version.tags.get(WITHOUT_RIGHTS_TAG, "")
             )
         ]
-        return max(versions, key=lambda version: int(version.version), default=None)
+        return str(max(numbers)) if numbers else ""
 
     def _versions(self, client: Any) -> list[Any]:
         versions: list[Any] = []

@@ -1,48 +1,30 @@
 """Upload a package to MLflow: a run, a logged model with all files, and a model version.
 
-The version is created last, so that it never points to an incomplete model. MLflow cannot resume an
-upload: the run and the model of a failed or killed upload are deleted, and `mlflow gc` frees their
-space.
+The version is created last, so that it never points to an incomplete model. An upload that failed
+or was killed leaves a run and a logged model that no version points to.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
-import socket
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
-from pathlib import PurePosixPath
+from pathlib import Path
 from typing import Any
 
-from enginery.core.artifact.fingerprint import runtime_version
-from enginery.core.home import enginery_home
+from enginery.core.artifact.fingerprint import runtime_version, sha256_of
+from enginery.core.errors import ArtifactError, RegistryError
 from enginery.core.progress import Progress
+from enginery.core.table import human_bytes
 from enginery.core.temporary import temporary_directory
 from enginery.core.version import __version__
 from enginery.publish.package import Package
-from enginery.publish.publication import CARD
 from enginery.publish.pyfunc import PyfuncConfig
-from enginery.publish.targets.mlflow.model import (
-    ARTIFACT,
-    CONTENT_TAG,
-    checks_its_inputs,
-    input_example,
-    let_loader_check_inputs,
-    signature,
-    stage_params,
-    tags,
-)
-
-MODEL_TAG = "enginery.registered_model"
-"""Registered model of a logged model; the same content may be published to several."""
-WRITER_TAG = "enginery.writer"
-"""Digest of the machine and the home of the process that writes a run."""
-_SOURCE = "models:/"
+from enginery.publish.targets.mlflow.model import ARTIFACT, signature, stage_params, tags
 
 
 def upload_version(client: Any, package: Package, name: str, progress: Progress) -> str:
@@ -51,73 +33,94 @@ def upload_version(client: Any, package: Package, name: str, progress: Progress)
     Args:
         client: `MlflowClient` of the current tracking URI.
         package: the package.
-        name: name of the registered model, which must exist. The caller holds this machine's lock
-            for the package's content on this server.
-        progress: receives the number of uploaded files.
+        name: name of the registered model, which must exist.
+        progress: receives progress messages.
+
+    Raises:
+        RegistryError: the temporary folder is too small for MLflow's copy of the package.
+        ArtifactError: a file was changed while it was published; the message names it.
     """
     import mlflow
-    from mlflow.entities import LoggedModelOutput
 
-    experiment_id = _experiment(client)
-    _delete_interrupted_uploads(client, experiment_id, package, name)
-    marks = {**tags(package), MODEL_TAG: name}
-    params = stage_params(package.artifact.manifest)
     with (
+        progress.task(f"uploading {package.name}"),
         redirect_stdout(sys.stderr),  # MLflow prints links to the run
         mlflow.start_run(
-            experiment_id=experiment_id,
+            experiment_id=_experiment(client),
             run_name=f"publish {name}",
             nested=True,  # the caller may have an active run
-            tags={**marks, WRITER_TAG: _writer()},
+            tags=tags(package),
         ) as run,
     ):
-        model = mlflow.initialize_logged_model(
-            name=name.replace(".", "-"),  # a logged model's name has no dots
-            experiment_id=experiment_id,
-            tags=marks,
-            params=params,
-            model_type=package.artifact.manifest.task,
+        mlflow.log_params(stage_params(package.artifact.manifest))
+        mlflow.log_metrics(package.metrics)
+        for plot in package.plots:
+            mlflow.log_artifact(str(plot.path), "plots")
+        with temporary_directory("mlflow") as scratch, _no_warnings():
+            model_id = _log_model(package, name, scratch)
+        version = client.create_model_version(
+            name,
+            source=f"models:/{model_id}",
+            run_id=run.info.run_id,
+            model_id=model_id,
+            tags=tags(package),
+            description=_description(package),
         )
-        try:
-            client.log_outputs(run.info.run_id, [LoggedModelOutput(model.model_id, step=0)])
-            mlflow.log_params(params)
-            mlflow.log_metrics(package.metrics, model_id=model.model_id)
-            for plot in package.plots:
-                mlflow.log_artifact(str(plot.path), "plots")
-            _upload(client, model.model_id, run.info.run_id, package, progress)
-            mlflow.finalize_logged_model(model.model_id, "READY")
-            model_version = client.create_model_version(
-                name,
-                source=f"{_SOURCE}{model.model_id}",
-                run_id=run.info.run_id,
-                model_id=model.model_id,
-                tags=tags(package),
-                description=_description(package),
-            )
-        except BaseException:
-            with suppress(Exception):  # the first error is raised
-                client.delete_logged_model(model.model_id)
-            raise
-    return str(model_version.version)
+    return str(version.version)
 
 
-def repair_version(client: Any, package: Package, version: Any, progress: Progress) -> None:
-    """Upload model files again that a version with the same content has lost or has incompletely.
+def _log_model(package: Package, name: str, scratch: Path) -> str:
+    """Log the package as a model of the active run; return the logged model's id.
 
-    Only sizes are compared, so that nothing is downloaded. Card and reports are not replaced.
+    Args:
+        package: the package.
+        name: name of the registered model.
+        scratch: an empty directory. MLflow copies the package beside it, before it sends it.
+
+    Raises:
+        RegistryError: the temporary folder is too small for the copy.
+        ArtifactError: a file was changed meanwhile; the message names it.
     """
-    if not version.source.startswith(_SOURCE):
-        return
-    model_id = version.source.removeprefix(_SOURCE)
-    stored_sizes = dict(_file_sizes(client, model_id, ARTIFACT))
+    from mlflow import pyfunc
+
+    size_bytes = sum(file.size_bytes for file in package.files)
+    free_bytes = shutil.disk_usage(scratch).free
+    if size_bytes > free_bytes:
+        raise RegistryError(
+            f"MLflow copies {package.name} before it sends it: that needs "
+            f"{human_bytes(size_bytes)}, and {scratch.parent} has {human_bytes(free_bytes)} free.",
+            do="Free disk space, or set TMPDIR to a directory on another disk.",
+        )
+    # The card and the listing are not in the artifact's directory. MLflow follows links.
+    artifact = scratch / Path(ARTIFACT).name
     for file in package.files:
-        path = PurePosixPath(ARTIFACT, file.name)
-        is_content = file.name in package.artifact.manifest.files
-        if is_content and stored_sizes.get(str(path)) != file.size_bytes:
-            progress.say(
-                f"publish: uploading {file.name} again, version {version.version} has lost it"
+        path = artifact / file.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.symlink_to(file.path.absolute())
+        except OSError:  # Windows without permission
+            shutil.copyfile(file.path, path)
+    model = pyfunc.log_model(
+        name=name.replace(".", "-"),  # a logged model's name has no dots
+        loader_module="enginery.publish.pyfunc",
+        data_path=str(artifact),
+        signature=signature(package.artifact.manifest),
+        pip_requirements=[
+            f"enginery=={__version__}",
+            *(f"{key}=={value}" for key, value in runtime_version().items() if value != "none"),
+        ],
+        # MLflow takes only options that are named here.
+        model_config=asdict(PyfuncConfig(allow_failed=bool(package.problem))),
+        metadata=tags(package),
+        tags=tags(package),
+        model_type=package.artifact.manifest.task,
+    )
+    for file in package.files:
+        if sha256_of(file.path) != file.sha256:
+            raise ArtifactError(
+                f"{file.path} was changed while it was published.", do="Publish again."
             )
-            client.log_model_artifact(model_id, str(file.path), str(path.parent))
+    return str(model.model_id)
 
 
 @contextmanager
@@ -132,47 +135,6 @@ def ignore_existing() -> Iterator[None]:
             raise
 
 
-def _upload(client: Any, model_id: str, run_id: str, package: Package, progress: Progress) -> None:
-    """Upload the package's files from where they are, then MLflow's own files.
-
-    `pyfunc.log_model` does both with one call, but it first copies the whole artifact into a
-    temporary directory, and it loads and runs the model to test the input example, which cannot be
-    switched off. So `save_model` gets only the card, in a directory with the artifact's name.
-    """
-    from mlflow import pyfunc
-    from mlflow.models import Model
-
-    with progress.task(f"uploading {package.name}", len(package.files)) as advance:
-        for file in package.files:
-            path = PurePosixPath(ARTIFACT, file.name)
-            client.log_model_artifact(model_id, str(file.path), str(path.parent))
-            advance()
-    versions = runtime_version()
-    with temporary_directory("mlflow") as scratch, _no_warnings():
-        artifact = scratch / PurePosixPath(ARTIFACT).name
-        artifact.mkdir()
-        card = next(file.path for file in package.files if file.name == CARD)
-        shutil.copyfile(card, artifact / CARD)
-        pyfunc.save_model(
-            path=str(scratch / "model"),
-            loader_module="enginery.publish.pyfunc",
-            data_path=str(artifact),
-            mlflow_model=Model(model_id=model_id, run_id=run_id),
-            signature=signature(package.artifact.manifest),
-            input_example=input_example(package),
-            pip_requirements=[
-                f"enginery=={__version__}",
-                *(f"{name}=={version}" for name, version in versions.items() if version != "none"),
-            ],
-            # MLflow takes only options that are named here.
-            model_config=asdict(PyfuncConfig(allow_failed=bool(package.problem))),
-            metadata=tags(package),
-        )
-        if checks_its_inputs(package.artifact.manifest):
-            let_loader_check_inputs(scratch / "model" / "MLmodel")
-        client.log_model_artifacts(model_id, str(scratch / "model"))
-
-
 def _experiment(client: Any) -> str:
     """Return the id of the experiment in MLflow's environment variables, or of `enginery`."""
     if named := os.environ.get("MLFLOW_EXPERIMENT_ID"):
@@ -181,42 +143,6 @@ def _experiment(client: Any) -> str:
     with ignore_existing():
         client.create_experiment(name)
     return str(client.get_experiment_by_name(name).experiment_id)
-
-
-def _delete_interrupted_uploads(
-    client: Any, experiment_id: str, package: Package, name: str
-) -> None:
-    """Delete the runs and logged models of this content whose upload was killed on this machine.
-
-    The caller holds the lock for the content, so no process of this machine writes to a run that
-    MLflow still lists as running.
-    """
-    criteria = {
-        f"tags.`{CONTENT_TAG}`": package.content_sha256,
-        f"tags.`{MODEL_TAG}`": name,
-        f"tags.`{WRITER_TAG}`": _writer(),
-        "attributes.status": "RUNNING",
-    }
-    conditions = " AND ".join(f"{field} = '{value}'" for field, value in criteria.items())
-    for run in client.search_runs([experiment_id], conditions):
-        if run.outputs:
-            for output in run.outputs.model_outputs:
-                client.delete_logged_model(output.model_id)
-        client.delete_run(run.info.run_id)
-
-
-def _writer() -> str:
-    """Return a digest of the machine and the home; processes with the same one share locks."""
-    return hashlib.sha256(f"{socket.gethostname()}:{enginery_home()}".encode()).hexdigest()
-
-
-def _file_sizes(client: Any, model_id: str, path: str) -> Iterator[tuple[str, int]]:
-    """Yield path and size in bytes of the files of a logged model below a path."""
-    for info in client.list_logged_model_artifacts(model_id, path):
-        if info.is_dir:
-            yield from _file_sizes(client, model_id, info.path)
-        else:
-            yield str(info.path), int(info.file_size or 0)
 
 
 def _description(package: Package) -> str:
