@@ -45,7 +45,7 @@ from enginery.core.home import enginery_home
 from enginery.core.json_file import read_document, read_json
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.model.files import ModelConfig
-from enginery.core.model.onnx_structure import random_notes, read_structure
+from enginery.core.model.onnx_structure import keeping_structures, random_notes, read_structure
 from enginery.core.model.source import resolve_source
 from enginery.core.progress import SILENT, Progress
 from enginery.core.python_environment import OWN_ENVIRONMENT, PythonEnvironment
@@ -218,7 +218,7 @@ def run(
             was altered.
     """
     inputs = InputFiles()
-    with inputs.unchanged():
+    with inputs.unchanged(), keeping_structures():
         with inputs.recording():
             artifact.check_files()
             key = fingerprint(artifact, config)

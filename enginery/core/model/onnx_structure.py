@@ -14,9 +14,12 @@ repeated occurrence of a singular field is merged if it is a message; otherwise 
 from __future__ import annotations
 
 import mmap
+import os
 import re
 import struct
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -348,8 +351,31 @@ class _DamagedError(Exception):
     """The file is not valid protobuf; the message says where."""
 
 
+_FileState = tuple[int, ...]
+"""Device, inode, size, and times of a file."""
+_kept: ContextVar[dict[Path, tuple[_FileState, ModelStructure]] | None] = ContextVar(
+    "kept structures", default=None
+)
+
+
+@contextmanager
+def keeping_structures() -> Iterator[None]:
+    """Read each file once in the block, and again only if it was changed or replaced.
+
+    A stage that opens many sessions on one graph checks the graph each time. Outside of such a
+    block nothing is kept: the structure of a large graph takes some of a server's memory.
+    """
+    token = _kept.set({})
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
 def read_structure(path: Path, *, error: type[EngineryError] = ArtifactError) -> ModelStructure:
     """Read the nodes of a model, and names, types, dims and byte counts of its tensors.
+
+    In a block of `keeping_structures`, callers share the result, which none of them may change.
 
     Raises:
         EngineryError: the file cannot be read, is damaged, or exceeds the limits above; the class
@@ -358,10 +384,24 @@ def read_structure(path: Path, *, error: type[EngineryError] = ArtifactError) ->
     try:
         require_regular_file(path)
         with path.open("rb") as file:
-            if not file.seek(0, 2):
+            status, kept = os.fstat(file.fileno()), _kept.get()
+            # Programs cannot set ctime.
+            state = (
+                status.st_dev,
+                status.st_ino,
+                status.st_size,
+                status.st_mtime_ns,
+                status.st_ctime_ns,
+            )
+            if kept is not None and path in kept and kept[path][0] == state:
+                return kept[path][1]
+            if not status.st_size:
                 raise _DamagedError("it is empty")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _Reader(data).model()
+                structure = _Reader(data).model()
+            if kept is not None:
+                kept[path] = state, structure
+            return structure
     except OSError as problem:
         raise error(f"{path} cannot be read: {problem.strerror}.") from problem
     except _DamagedError as problem:
