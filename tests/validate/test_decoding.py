@@ -54,7 +54,7 @@ def test_the_keys_of_the_encoder_are_those_of_the_prompt():
 @pytest.fixture
 def verdict(exported, copied, monkeypatch):
     """Return a function that validates an artifact with a fault, without generating texts."""
-    monkeypatch.setattr("enginery.validate.stage.generate_reference", lambda *_: (None, []))
+    monkeypatch.setattr("enginery.validate.graph.generate_reference", lambda *_: (None, []))
 
     def make(kind, task, edit, *, graph="model.onnx", layout="enginery"):
         def plant(model):

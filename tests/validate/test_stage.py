@@ -24,7 +24,8 @@ from enginery.core.model import onnx_structure
 from enginery.core.progress import Silent
 from enginery.reports.validation import OutputMetrics, ValidationCaseResult, ValidationReport
 from enginery.validate.config import ValidateConfig
-from enginery.validate.stage import _all_passed, fingerprint
+from enginery.validate.stage import fingerprint
+from enginery.validate.verdict import all_passed
 from tests.sounds import chirp, wav
 from tests.tolerances import SCORES
 from tests.validate.faults import edits as faults
@@ -43,9 +44,9 @@ def case_of(graph, *, ran):
 
 def test_every_graph_has_to_be_compared_on_an_input():
     both = [case_of("encoder.onnx", ran=True), case_of("decoder.onnx", ran=True)]
-    assert _all_passed(both)
-    assert not _all_passed([both[0], case_of("decoder.onnx", ran=False)])
-    assert not _all_passed([])
+    assert all_passed(both)
+    assert not all_passed([both[0], case_of("decoder.onnx", ran=False)])
+    assert not all_passed([])
 
 
 @pytest.mark.more
