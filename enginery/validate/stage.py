@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
 from pathlib import Path
 
 from enginery.core.artifact.artifact import REPORTS, Artifact
@@ -44,31 +44,30 @@ from enginery.core.model.onnx_structure import (
 from enginery.core.model.source import resolve_source
 from enginery.core.progress import SILENT, Progress
 from enginery.core.python_environment import OWN_ENVIRONMENT, PythonEnvironment
-from enginery.core.shapes import profiles_by_graph
+from enginery.core.shapes import Profile, profiles_by_graph
 from enginery.core.temporary import temporary_directory
 from enginery.reports.validation import (
-    ValidationCaseResult,
     ValidationReport,
 )
-from enginery.runtime.decoder_graphs import has_fixed_cache
+from enginery.reports.weights import WeightMetrics
 from enginery.runtime.providers.selection import choose_providers
 from enginery.runtime.providers.specification import format_providers
-from enginery.validate.cases.engines import reachable_profiles, split_by_profiles
-from enginery.validate.cases.real_inputs import check_data_usable
-from enginery.validate.compare import (
-    ComparisonLimits,
-)
+from enginery.validate.cases.decisions import find_decisions
+from enginery.validate.cases.engines import reachable_profiles
+from enginery.validate.cases.real_inputs import check_data_usable, real_cases
+from enginery.validate.compare import ComparisonLimits, RealAnswers
 from enginery.validate.config import ValidateConfig, check_options
+from enginery.validate.context import ValidationContext, providers_of
 from enginery.validate.declared_precision import check_declared_precision
 from enginery.validate.embeddings import EmbeddingComparison
-from enginery.validate.graph import ArtifactComparison, providers_of
+from enginery.validate.findings import Findings, join_findings
+from enginery.validate.generation import compare_generation
+from enginery.validate.graph import LAYERS, GraphSubject, compare_graph
 from enginery.validate.labels import LabelComparison
-from enginery.validate.metrics.budget import LayerExpectation
 from enginery.validate.quantized_answers import AnswerComparison
 from enginery.validate.reference import Reference
-from enginery.validate.report import find_unproven, summarize
 from enginery.validate.side_files import compare_side_files
-from enginery.validate.verdict import all_passed, describe_rule, excuse_weights, longest_proved
+from enginery.validate.verdict import longest_proved, make_report
 
 STAGE = "validate"
 STAGE_VERSION = "27"
@@ -167,21 +166,36 @@ def run(
         with inputs.recording():
             artifact.check_files()
             key = fingerprint(artifact, config)
-        report, longest = _compare(artifact, config, inputs, progress)
+        report, longest = _validate(artifact, config, inputs, progress)
     _save_verdict(artifact, key, report, longest)
     return report
 
 
-def _compare(
+def _validate(
     artifact: Artifact, config: ValidateConfig, read_files: InputFiles, progress: Progress
 ) -> tuple[ValidationReport, int | None]:
-    """Return the report, and the longest input that was compared."""
+    """Return the report, and the longest input that agreed."""
     started = time.monotonic()
     check_declared_precision(artifact)
     # Checked first: providers that cannot be used would make a run of PyTorch useless.
-    reached = reachable_profiles(
+    engines = reachable_profiles(
         artifact, providers_of(config), allow_fallback=config.allow_fallback
     )
+    with temporary_directory("validate") as scratch:
+        context = _make_context(artifact, config, read_files, scratch, progress)
+        weights, findings = _compare(context, engines)
+    report = make_report(context, weights, findings, _tools(artifact, config), started=started)
+    return report, longest_proved(context, report.cases)
+
+
+def _make_context(
+    artifact: Artifact,
+    config: ValidateConfig,
+    read_files: InputFiles,
+    scratch: Path,
+    progress: Progress,
+) -> ValidationContext:
+    """Find the reference and the limits, and check that the data can be compared."""
     chosen = choose_providers(providers_of(config), allow_fallback=config.allow_fallback)
     # CUDA multiplies FP32 in TensorFloat-32 by default, whose tolerance then applies.
     limits = ComparisonLimits.of(artifact, config).where(chosen)
@@ -191,118 +205,73 @@ def _compare(
         reference = Reference.of(artifact, config).with_noise(limits.tolerance.precision)
     feed_limits = FeedLimits.from_artifact(artifact)
     check_data_usable(artifact, config)
-    manifest = artifact.manifest
-    # A graph with a cache of fixed size is compared by what it decodes.
-    graphs = [record for record in manifest.graphs if not has_fixed_cache(record)]
+    return ValidationContext(reference, config, limits, feed_limits, scratch, progress)
+
+
+def _compare(
+    context: ValidationContext, engines: Mapping[str, Sequence[Profile]]
+) -> tuple[WeightMetrics, Findings]:
+    """Return how the weights compare, and the findings of all other comparisons.
+
+    Args:
+        context: the validation.
+        engines: profiles of the engines that run each graph, by its file.
+    """
+    from enginery.validate.weights.compare import compare_weights  # imports onnx, slowly
+
+    config, graphs, scratch = context.config, context.graphs, context.scratch
     inputs = {record.file: record.inputs for record in graphs}
-    profiles = profiles_by_graph(inputs, config.profile, feed_limits.max_sizes)
-    notes = []
-    environment = _find_environment(artifact, config)
+    profiles = profiles_by_graph(inputs, config.profile, context.feed_limits.max_sizes)
+    setting = _describe_setting(context)
+    real_answers, obstacle = _open_real_answers(context)
+    real = {record.file: real_cases(context.artifact, record, config) for record in graphs}
+    parts = [setting, obstacle, *(Findings(notes=tuple(notes)) for _, notes in real.values())]
+    # Inputs reach few rows of an embedding, so every weight is compared, too, without a run.
+    weights = compare_weights(
+        context.artifact,
+        context.reference.open_weights,
+        unrounded=scratch,
+        layers=scratch / LAYERS if context.limits.layers else None,
+        progress=context.progress,
+    )
+    with context.progress.task("comparing the files beside the graphs"):
+        parts.append(Findings(side_files=compare_side_files(context.reference, scratch)))
+    lengths: set[int] = set()
+    for record in graphs:
+        reached = engines[record.file]
+        path = context.artifact.path / record.file
+        decisions = find_decisions(path, record, context.feed_limits)
+        # Engines are checked at the corners of their own profiles, too, where errors show.
+        promised = [*profiles[record.file], *reached]
+        subject = GraphSubject(record, real[record.file][0], decisions, promised, reached)
+        parts.append(compare_graph(context, subject, weights, real_answers))
+        lengths |= decisions.lengths
+    parts.append(compare_generation(context, lengths, engines=any(engines.values())))
+    column, name = config.label_column, context.reference.name
+    parts.append(real_answers.findings(context.limits, label_column=column, reference=name))
+    return weights, join_findings(parts)
+
+
+def _describe_setting(context: ValidationContext) -> Findings:
+    """Return notes on another environment, and on graphs that draw random numbers."""
+    artifact, notes = context.artifact, []
+    environment = _find_environment(artifact, context.config)
     if not environment.is_own:
         notes.append(f"PyTorch ran in another environment: {environment.describe()}")
-    for record in manifest.graphs:
+    for record in artifact.manifest.graphs:
         notes += random_notes(read_structure(artifact.path / record.file).op_types(), record.file)
-    embeddings = _embeddings(artifact, notes)
-    answers = AnswerComparison.of(artifact) if limits.accuracy else None
-    labels = LabelComparison()
-    results: list[ValidationCaseResult] = []
-    with temporary_directory("validate") as scratch:
-        comparison = ArtifactComparison(
-            reference,
-            config,
-            feed_limits,
-            embeddings,
-            answers,
-            _layer_limits(artifact, config, limits),
-            labels,
-            scratch,
-            progress,
-        )
-        # Inputs reach few rows of an embedding, so every weight is compared, too, without a run.
-        weights = comparison.weights = comparison.compare_weights()
-        with progress.task("comparing the files beside the graphs"):
-            side_files = compare_side_files(reference, scratch)
-        for record in graphs:
-            # Engines are checked at the corners of their own profiles, too, where errors show.
-            promised = [*profiles[record.file], *reached[record.file]]
-            all_cases, more_notes = comparison.make_cases(record, promised)
-            cases, left_out = split_by_profiles(all_cases, record, reached[record.file])
-            graph_results = comparison.run(record, cases, promised, reached[record.file], limits)
-            results += graph_results
-            results += left_out
-            notes += more_notes
-        results += comparison.decode(limits, engines=any(reached.values()))
-    pooled = embeddings.metrics(min_cosine=limits.embedding_cosine) if embeddings else None
-    accuracy = answers.metrics(limits.accuracy) if answers and limits.accuracy else None
-    notes = [*dict.fromkeys([*notes, *comparison.notes]), *describe_rule(limits, accuracy)]
-    # Agreement proves nothing if a constant would pass, or if the reference rejects most inputs.
-    not_proven = [
-        *comparison.idle,
-        *find_unproven(results, reference.name, own_data=bool(config.data)),
-    ]
-    longest, more_notes = longest_proved(graphs, results, feed_limits)
-    notes += more_notes
-    checks = (pooled, accuracy, comparison.layers, *comparison.rounding)
-    failures = [check.problem for check in checks if check is not None and check.problem]
-    agrees = all_passed(results) and not failures and not not_proven
-    weights, more_notes = excuse_weights(weights, artifact, agrees=agrees)
-    notes += more_notes
-    report = ValidationReport(
-        passed=agrees
-        and not weights.differences
-        and not weights.problem
-        and not side_files.differences,
-        summary="",
-        precision=manifest.describe_precision(),
-        providers=comparison.providers,
-        reference={
-            "id": reference.source.record.id,
-            "revision": reference.source.record.revision,
-            "sha256": reference.source.record.sha256,
-            "as": reference.description,
-            "name": reference.name,
-        },
-        tolerance={
-            **asdict(limits.tolerance),
-            "max_abs_error set": limits.max_abs_error,
-            "min_cosine set": limits.min_cosine,
-            "rule": limits.rule,
-        },
-        cases=results,
-        embeddings=pooled,
-        accuracy=accuracy,
-        weights=weights,
-        rounding=comparison.rounding,
-        layers=comparison.layers,
-        labels=labels.metrics(config.label_column, reference.name),
-        generation=comparison.generation,
-        side_files=side_files,
-        answers=comparison.raw_answers,
-        not_proven=not_proven,
-        effort=config.effort,
-        coverage=comparison.coverage,
-        notes=notes,
-        tools=_tools(artifact, config),
-        seconds=round(time.monotonic() - started, 3),
-    )
-    return replace(report, summary=summarize(report)), longest
+    return Findings(notes=tuple(notes))
 
 
-def _layer_limits(
-    artifact: Artifact, config: ValidateConfig, limits: ComparisonLimits
-) -> LayerExpectation | None:
-    """Return what quantize has measured for each layer; None if that is not a limit."""
-    if limits.accuracy is None or limits.accuracy.scheme == "dynamic":
-        return None
-    return LayerExpectation.of(artifact, own_data=bool(config.data))
-
-
-def _embeddings(artifact: Artifact, notes: list[str]) -> EmbeddingComparison | None:
+def _open_real_answers(context: ValidationContext) -> tuple[RealAnswers, Findings]:
+    """Return what collects the outputs of real inputs, and a note if no embeddings are pooled."""
+    artifact, embeddings, notes = context.artifact, None, Findings()
     try:
-        return EmbeddingComparison.of(artifact)
+        embeddings = EmbeddingComparison.of(artifact)
     except (ArtifactError, SourceError) as error:
-        notes.append(f"no pooled embeddings were compared: {error.message}")
-        return None
+        notes = Findings(notes=(f"no pooled embeddings were compared: {error.message}",))
+    answers = AnswerComparison.of(artifact) if context.limits.accuracy else None
+    return RealAnswers(embeddings, answers, LabelComparison()), notes
 
 
 def _save_verdict(
