@@ -167,6 +167,17 @@ class _Graph:
         quantized = self.context.artifact.manifest.is_quantized
         return quantized and self.context.unrounded(self.record) is not None
 
+    @property
+    def outside(self) -> str:
+        """Which generated inputs no calibration has seen; empty for none."""
+        if not self.is_compared_unquantized:
+            return ""
+        return outside_calibrated_ranges(self.record, self.cases)
+
+    @property
+    def limits(self) -> ComparisonLimits:
+        return replace(self.context.limits, generated_outside_ranges=bool(self.outside))
+
     def is_simulated(self, providers: Collection[str]) -> bool:
         """Return True if a copy rounds every value, because these providers compute in FP32.
 
@@ -205,29 +216,21 @@ class _Graph:
         quantized = context.artifact.manifest.is_quantized
         pad_left = runner.ladder is not None and _pads_left(context.artifact, self.record)
         run = run_on_rungs(runner, context.feed_limits, pad_left=pad_left)
-        outside = ""
-        if self.is_compared_unquantized:
-            outside = outside_calibrated_ranges(self.record, self.cases)
         if self.record is not input_graph(context.artifact.manifest.graphs):
             # Of an encoder with a decoder, the answers are the encoder's outputs.
             real_answers = replace(real_answers, answers=None)
-        comparison = GraphComparison(
-            self.reference,
-            replace(context.limits, generated_outside_ranges=bool(outside)),
-            real_answers,
-            context.progress,
-        )
+        comparison = GraphComparison(self.reference, self.limits, real_answers, context.progress)
         results = comparison.compare(run, fed.record, fed.cases)
         if quantized and not self.is_compared_unquantized:
             results = judge_decisions(results)
         note = (
-            f"{file}: {outside} are outside the calibrated ranges, so with them only the graph "
+            f"{file}: {self.outside} are outside the calibrated ranges, so with them only the graph "
             "without quantization has a limit"
         )
         names = [provider.name for provider in runner.providers]
         own = Findings(
             cases=tuple(results),
-            notes=(note,) if outside else (),
+            notes=(note,) if self.outside else (),
             providers=[
                 {"name": p.name, "reason": p.reason, "options": p.options} for p in runner.providers
             ],
@@ -245,9 +248,7 @@ class _Graph:
         path = self._write_simulated()
         derived = derived_record(self.record, "with every value in FP16", fp32_outputs=True)
         # Answers are those of the artifact's own graph, which were collected.
-        comparison = GraphComparison(
-            self.reference, self.context.limits, progress=self.context.progress
-        )
+        comparison = GraphComparison(self.reference, self.limits, progress=self.context.progress)
         scans = not self.is_compared_unquantized
         findings = self._compare_derived(derived, path, comparison, scans=scans)
         path.unlink()
