@@ -17,7 +17,7 @@ Texts that are generated are compared in `generation.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -61,15 +61,13 @@ from enginery.runtime.tasks.results import to_plain
 from enginery.runtime.tasks.task import Row, Task, UnreadableOutputsError
 from enginery.runtime.tasks.zero_shot_images import ZeroShotImages
 from enginery.runtime.text.tokenizer import TEXT_INPUTS
-from enginery.validate.compare import ComparisonLimits
+from enginery.validate.compare import ComparisonLimits, Run
 from enginery.validate.context import ValidationContext
 from enginery.validate.findings import Findings
 from enginery.validate.metrics.differences import compute_differences
 from enginery.validate.objects import ObjectLimits, compare_objects
 from enginery.validate.reference import LastStep, Reference
 from enginery.validate.segments import Segments, as_segments, compare_segments
-
-RunGraph = Callable[[Feeds], dict[str, NDArray[Any]]]
 
 _REFERENCES = {
     "classify": "transformers' text-classification pipeline",
@@ -227,11 +225,7 @@ def compare_answers(
 ) -> Findings:
     """Compare the answers of an artifact with one graph to raw inputs.
 
-    Args:
-        context: the validation.
-        record: the graph.
-        runner: the open graph.
-        results: its results so far, which have the noise floors.
+    The graph's results so far have the noise floors.
 
     Raises:
         ExportError: PyTorch cannot load the source.
@@ -258,7 +252,7 @@ def compare_answers(
         if all(answer["problem"] for answer in expected):
             reason = expected[0]["problem"]
             return _not_compared(f"{_REFERENCES[kind]} rejects all inputs: {reason}")
-        run: RunGraph = runner
+        run: Run = runner
         if exact:
             run = _TorchGraph(model, LastStep.of(artifact, record), scratch / "answers")
         try:
@@ -432,7 +426,7 @@ class _TaskSide:
 
     task: Task
     batches: BatchRunner
-    run: RunGraph
+    run: Run
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
         """Answer inputs in one batch, if they can share one."""
@@ -491,7 +485,7 @@ class _TensorSide:
 
     record: GraphRecord
     feed: TextFeeder | ImageFeeder | SoundFeeder
-    run: RunGraph
+    run: Run
 
     def __call__(self, values: Sequence[Any]) -> list[dict[str, NDArray[Any]]]:
         """Return the outputs for each input, without the batch's dim and padding."""
@@ -545,7 +539,7 @@ def _open_side(
     record: GraphRecord,
     kind: str,
     runner: OrtRunner,
-    run: RunGraph,
+    run: Run,
     *,
     as_fp32: bool,
 ) -> _TaskSide | _BothSides | _TensorSide:

@@ -396,13 +396,8 @@ def find_prompts(
 ) -> tuple[list[tuple[int, int]], Findings]:
     """Return rows and lengths of prompts at which a run at once differs from one token by token.
 
-    Args:
-        context: the validation.
-        graphs: the graphs.
-        special: lengths that run at once, besides powers of two and their neighbours.
-
-    Returns:
-        The rows and lengths, and a note if not all lengths ran.
+    Powers of two, their neighbours and `special` lengths run at once. There is a note if the
+    model takes longer prompts.
 
     Raises:
         ProviderError: a graph cannot be loaded.
@@ -572,16 +567,7 @@ def compare_decoding(
     decoders: Sequence[DecoderGraphs],
     sequences: Sequence[Sequences],
 ) -> Findings:
-    """Decode the same tokens with PyTorch and with each decoder, and compare every step.
-
-    Args:
-        context: the validation.
-        decoders: usable decoders of one model.
-        sequences: the tokens.
-
-    Returns:
-        The results, failures included, and notes on graphs that could not decode.
-    """
+    """Decode the same tokens with PyTorch and with each usable decoder, and compare every step."""
     if not decoders:
         return Findings()
     cases = [case for tokens in sequences for case in tokens.cases(decoders[0])]

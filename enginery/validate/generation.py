@@ -217,9 +217,7 @@ class GeneratedTexts:
     ) -> Findings:
         """Generate with the artifact, and compare.
 
-        Args:
-            context: the validation.
-            forced: the results of the steps of `sequences`, which have the allowed errors.
+        The results of the steps of `sequences`, which were forced, have the allowed errors.
 
         Raises:
             ProviderError: a graph cannot be loaded.
@@ -412,10 +410,7 @@ def compare_generation(
 ) -> Findings:
     """Compare decoders with a cache over several tokens, and generated texts with PyTorch's.
 
-    Args:
-        context: the validation.
-        lengths: lengths at which a graph begins to do something else.
-        engines: engines run the graphs.
+    At these lengths, graphs begin to do something else; with engines, nothing can be decoded.
     """
     decoders = DecoderGraphs.find_all(context.artifact.manifest.graphs)
     obstacle = "only graphs decode here, not engines" if engines else ""

@@ -70,14 +70,7 @@ def compare_graph(
     weights: WeightMetrics,
     real_answers: RealAnswers,
 ) -> Findings:
-    """Compare a graph; if its weights are known, the graph without rounding as well.
-
-    Args:
-        context: the validation.
-        subject: the graph.
-        weights: how its weights compare.
-        real_answers: collects the outputs of real inputs.
-    """
+    """Compare a graph; if its weights are known, the graph without rounding as well."""
     record, manifest = subject.record, context.artifact.manifest
     all_cases = _make_cases(context, subject, weights.elements)
     cases, left_out = split_by_profiles(all_cases, record, subject.engines)
@@ -224,8 +217,8 @@ class _Graph:
         if quantized and not self.is_compared_unquantized:
             results = judge_decisions(results)
         note = (
-            f"{file}: {self.outside} are outside the calibrated ranges, so with them only the graph "
-            "without quantization has a limit"
+            f"{file}: {self.outside} are outside the calibrated ranges, so with them only the "
+            "graph without quantization has a limit"
         )
         names = [provider.name for provider in runner.providers]
         own = Findings(
@@ -296,16 +289,9 @@ class _Graph:
     def _compare_derived(
         self, derived: GraphRecord, path: Path, comparison: GraphComparison, *, scans: bool
     ) -> Findings:
-        """Compare a graph that was made from the artifact's, on the CPU.
+        """Compare a graph that was made from the artifact's, on the CPU; if `scans`, batches, too.
 
-        Args:
-            derived: its record.
-            path: its file.
-            comparison: the reference's outputs for the cases, and the tolerances.
-            scans: compare batches with rows alone as well.
-
-        Returns:
-            The results, those for the cases first.
+        The results for the cases come first.
 
         Raises:
             ProviderError: ONNX Runtime cannot load the graph.
@@ -329,12 +315,7 @@ class _Graph:
     ) -> Findings:
         """Compare batches with their rows alone, and those that differ with the reference.
 
-        Args:
-            run: runs the graph.
-            record: its record; that of the artifact's graph may differ.
-            comparison: the reference's outputs for the cases, and the tolerances.
-            compared: the results of the cases.
-            engines: profiles of the engines that run it.
+        The graph that runs may be made from the artifact's, and have another record.
         """
         context = self.context
         scan = ConsistencyScan(

@@ -213,9 +213,7 @@ def _compare(
 ) -> tuple[WeightMetrics, Findings]:
     """Return how the weights compare, and the findings of all other comparisons.
 
-    Args:
-        context: the validation.
-        engines: profiles of the engines that run each graph, by its file.
+    The profiles are those of the engines that run each graph, by its file.
     """
     from enginery.validate.weights.compare import compare_weights  # imports onnx, slowly
 

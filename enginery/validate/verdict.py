@@ -29,15 +29,7 @@ def make_report(
     *,
     started: float,
 ) -> ValidationReport:
-    """Return the report of a validation.
-
-    Args:
-        context: the validation.
-        weights: how the weights compare.
-        findings: those of all other comparisons.
-        tools: the versions of what it works with.
-        started: when it began, by `time.monotonic`.
-    """
+    """Return the report of a validation that has started at a time of `time.monotonic`."""
     limits, reference, config = context.limits, context.reference, context.config
     # Agreement proves nothing if a constant would pass, or if the reference rejects most inputs.
     not_proven = [
@@ -103,13 +95,7 @@ def all_passed(cases: Sequence[ValidationCaseResult]) -> bool:
 def _excuse_weights(
     artifact: Artifact, weights: WeightMetrics, *, agrees: bool
 ) -> tuple[WeightMetrics, list[str]]:
-    """Return the weights without differences that are harmless or permitted, and notes.
-
-    Args:
-        artifact: the artifact.
-        weights: how the weights compare.
-        agrees: all outputs agree.
-    """
+    """Return the weights without differences that are harmless or permitted, and notes."""
     notes = []
     if weights.lost and _may_leave_out(artifact):
         notes.append(f"left out, as the export's allow_unused says: {', '.join(weights.lost)}")

@@ -351,19 +351,17 @@ class _DamagedError(Exception):
     """The file is not valid protobuf; the message says where."""
 
 
-_FileState = tuple[int, ...]
-"""Device, inode, size, and times of a file."""
-_kept: ContextVar[dict[Path, tuple[_FileState, ModelStructure]] | None] = ContextVar(
-    "kept structures", default=None
-)
+_Kept = dict[Path, tuple[object, ModelStructure]]
+"""Path of a file -> its state when it was read, and its structure."""
+_kept: ContextVar[_Kept | None] = ContextVar("kept structures", default=None)
 
 
 @contextmanager
 def keeping_structures() -> Iterator[None]:
     """Read each file once in the block, and again only if it was changed or replaced.
 
-    A stage that opens many sessions on one graph checks the graph each time. Outside of such a
-    block nothing is kept: the structure of a large graph takes some of a server's memory.
+    Sessions check their graph each time that one is opened. Callers share a structure, which none
+    of them may change.
     """
     token = _kept.set({})
     try:
@@ -375,8 +373,6 @@ def keeping_structures() -> Iterator[None]:
 def read_structure(path: Path, *, error: type[EngineryError] = ArtifactError) -> ModelStructure:
     """Read the nodes of a model, and names, types, dims and byte counts of its tensors.
 
-    In a block of `keeping_structures`, callers share the result, which none of them may change.
-
     Raises:
         EngineryError: the file cannot be read, is damaged, or exceeds the limits above; the class
             is `error`.
@@ -385,14 +381,7 @@ def read_structure(path: Path, *, error: type[EngineryError] = ArtifactError) ->
         require_regular_file(path)
         with path.open("rb") as file:
             status, kept = os.fstat(file.fileno()), _kept.get()
-            # Programs cannot set ctime.
-            state = (
-                status.st_dev,
-                status.st_ino,
-                status.st_size,
-                status.st_mtime_ns,
-                status.st_ctime_ns,
-            )
+            state = status.st_dev, status.st_ino, status.st_size, status.st_ctime_ns
             if kept is not None and path in kept and kept[path][0] == state:
                 return kept[path][1]
             if not status.st_size:
