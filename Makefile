@@ -82,7 +82,7 @@ inspect: setup  ## show what ARTIFACT is
 doctor: setup  ## show what this machine can run
 	$(BIN)/enginery doctor $(ARGS)
 
-gpu-check: setup  ## check and measure the GPU path on an NVIDIA GPU: docs/gpu-check.md
+gpu-check: setup  ## check and measure the GPU path on an NVIDIA GPU: benchmarks/gpu_check/README.md
 	$(BIN)/python -m benchmarks.gpu_check $(ARGS)
 
 docs: setup  ## build the documentation into build/site; a broken link is an error

@@ -1,7 +1,7 @@
 """Export tiny models as a user of an exporter would, and compare the graphs at other sizes.
 
     python -m benchmarks.exporter_errors --work DIR --types mamba,bert
-    python -m benchmarks.exporter_errors --work DIR --table     # what is in docs/upstream.md
+    python -m benchmarks.exporter_errors --work DIR --table     # what is in results/
 
 Nothing of enginery takes part: the exporters are transformers' own with `dynamic=True`, and torch's
 with all axes `Dim.AUTO`. Both are traced at a batch of 2 and the usual length, and run at other

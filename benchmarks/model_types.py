@@ -4,20 +4,21 @@
     python -m benchmarks.model_types --work DIR --tasks all     # every task
     python -m benchmarks.model_types --work DIR --tasks fill-mask,multiple-choice
     python -m benchmarks.model_types --work DIR --types bert,vit --stages export,int8,engine
-    python -m benchmarks.model_types --work DIR --table docs/support-models.md
-    python -m benchmarks.model_types --work DIR --check docs/support-models.md
+    python -m benchmarks.model_types --work DIR --table docs/model-types.csv
+    python -m benchmarks.model_types --work DIR --check docs/model-types.csv
 
 With Optimum, these are the types of its registry, in `tests/model_types.json`. With transformers 5,
 they are those of `tests/model_types_transformers5.json`, whose entries have the type's tasks, and a
 configuration unless the first file has it. The models have random weights. Each runs in a process
 of its own, and its result is a line of `DIR/results.jsonl`, so that a run that was interrupted goes
-on; `--again` forgets the results of these types. The page has a table for each of the two families,
-of which `--table` writes those that have results.
+on; `--again` forgets the results of these types. `--table` writes the rows of the families that
+have results, and keeps those of the other.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import importlib
 import json
 import os
@@ -53,8 +54,8 @@ def main() -> None:
     parser.add_argument("--stages", default="export,validate")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--again", action="store_true")
-    parser.add_argument("--table", type=Path, help="write the results so far to this page, and end")
-    parser.add_argument("--check", type=Path, help="fail if a cell of this page has got worse")
+    parser.add_argument("--table", type=Path, help="write the results so far to this file, and end")
+    parser.add_argument("--check", type=Path, help="fail if a cell of this file has got worse")
     parser.add_argument("--socket", type=Path, default=Path(), help=argparse.SUPPRESS)
     parser.add_argument("--one", nargs=2, metavar=("TYPE", "TASK"))
     given = parser.parse_args()
@@ -62,10 +63,9 @@ def main() -> None:
     stages = given.stages.split(",")
     results = given.work / "results.jsonl"
     if given.table:
-        written = given.table.read_text() if given.table.exists() else ""
         every_result = [*read_results(results, OPTIMUM).values()]
         every_result += read_results(results, TRANSFORMERS5).values()
-        given.table.write_text(page(every_result, written))
+        write_table(given.table, table_rows(every_result, read_table(given.table)))
         return
     if given.one:
         with children_of(given.socket):
@@ -92,8 +92,8 @@ def main() -> None:
             list(pool.map(run, pairs))
     found_now = read_results(results)
     print(summarize(found_now.values()))
-    if given.check and (worse := worse_cells(given.check.read_text(), found_now)):
-        sys.exit("worse than the page says:\n" + "\n".join(worse))
+    if given.check and (worse := worse_cells(read_table(given.check), found_now)):
+        sys.exit("worse than the table says:\n" + "\n".join(worse))
 
 
 def model_types(family: Family = "") -> dict[str, dict[str, Any]]:
@@ -158,94 +158,52 @@ COLUMNS = {
     "int8": "INT8",
     "engine fp16": "engine",
 }
-_PAGE = """# Model types
-
-One tiny model of random weights for each type and task, in the two families of environments: with
-Optimum and transformers 4.57, and with transformers 5. `python -m benchmarks.model_types` writes
-this page, and a test that is run by hand fails if a cell gets worse.
-
-- **validate** compares with PyTorch, with `--effort quick`.
-- **FP16** is `optimize --target tensorrt --precision fp16` and its validation.
-- **INT8** is static quantization, calibrated on random inputs, to a mean cosine of 0.9 or more.
-- **engine** is one of the FP16 graph for compute capability 8.9, built without a GPU.
-
-An empty cell was not tried: the main task of each type goes through all stages, the other tasks
-through the first two. The last column has the reason of the first cell that says no.
-"""
-_TITLES: dict[Family, str] = {
-    OPTIMUM: "## Optimum and transformers 4.57",
-    TRANSFORMERS5: "## Transformers 5",
-}
-_SECTION = """{title}
-
-{introduction}
-
-{counts}
-
-| type | task | {columns} | why not |
-|-|-|{dashes}-|
-{rows}
-"""
-_INTRODUCTIONS: dict[Family, str] = {
-    OPTIMUM: """\
-The model types of Optimum's registry, from the configurations in `tests/model_types.json`. Four
-types of the registry are missing, because transformers has no model of theirs alone: internlm2,
-siglip-text, siglip-text-with-projection and trocr.""",
-    TRANSFORMERS5: """\
-Types of Optimum's registry, and types that only transformers 5 has, from the configurations in
-`tests/model_types_transformers5.json`.""",
-}
 _WORDS = {"passed": "yes", "failed": "no", "refused": "no", "crashed": "crash"}
+FAMILIES: dict[Family, str] = {OPTIMUM: "4.57", TRANSFORMERS5: "5"}
+"""The version of transformers of each family, the first column of the table."""
+HEADER = ("transformers", "type", "task", *COLUMNS.values(), "why not")
 
 
-def page(results: Iterable[dict[str, Any]], written: str = "") -> str:
-    """Return the results as a page of Markdown.
+def read_table(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a table, each with the columns of `HEADER`."""
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
 
-    Args:
-        results: those of one family or of both.
-        written: the page so far, from which the table of a family without results is kept.
-    """
+
+def write_table(path: Path, rows: Iterable[dict[str, str]]) -> None:
+    """Write rows to a CSV file."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, HEADER, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def table_rows(
+    results: Iterable[dict[str, Any]], written: Iterable[dict[str, str]] = ()
+) -> list[dict[str, str]]:
+    """Return the rows of results, and the written ones of families without results."""
     listed = list(results)
-    sections = _sections(written)
-    for family in _TITLES:
-        if own := [result for result in listed if _family(result) == family]:
-            sections[family] = _section(own, family)
-    return "\n".join([_PAGE, *(sections[family] for family in _TITLES if family in sections)])
+    families = {FAMILIES[_family(result)] for result in listed}
+    kept = [row for row in written if row["transformers"] not in families]
+    return sorted([*kept, *map(_row, listed)], key=lambda row: [row[name] for name in HEADER[:3]])
 
 
-def _sections(written: str) -> dict[Family, str]:
-    """Return the parts of a page by family."""
-    found: dict[Family, str] = {}
-    for part in re.split(r"\n(?=## )", written):
-        for family, title in _TITLES.items():
-            if part.startswith(f"{title}\n"):
-                found[family] = part.rstrip("\n") + "\n"
-    return found
-
-
-def _section(results: list[dict[str, Any]], family: Family) -> str:
-    """Return the table of a family, with its title."""
-    rows = []
-    for result in sorted(results, key=lambda result: (result["type"], result["task"])):
-        stages = _with_refused_fp16(result["stages"])
-        cells = [_WORDS.get(stages.get(stage, {}).get("state"), "") for stage in COLUMNS]
-        broken = next(
-            (
-                f"{COLUMNS[stage]}: {_reason(stages[stage])}"
-                for stage in COLUMNS
-                if stages.get(stage, {}).get("state", "passed") != "passed"
-            ),
-            "",
-        )
-        rows.append(" | ".join([result["type"], result["task"], *cells, broken]))
-    return _SECTION.format(
-        title=_TITLES[family],
-        introduction=_INTRODUCTIONS[family],
-        counts=_counts(rows),
-        columns=" | ".join(COLUMNS.values()),
-        dashes="-|" * len(COLUMNS),
-        rows="\n".join(f"| {row} |" for row in rows),
-    )
+def _row(result: dict[str, Any]) -> dict[str, str]:
+    stages = _with_refused_fp16(result["stages"])
+    row = {
+        "transformers": FAMILIES[_family(result)],
+        "type": result["type"],
+        "task": result["task"],
+        "why not": "",
+    }
+    for stage, column in COLUMNS.items():
+        state = stages.get(stage, {}).get("state", "")
+        row[column] = _WORDS.get(state, "")
+        if state not in ("", "passed") and not row["why not"]:
+            row["why not"] = f"{column}: {_reason(stages[stage])}"
+    return row
 
 
 def _with_refused_fp16(stages: dict[str, Any]) -> dict[str, Any]:
@@ -255,40 +213,42 @@ def _with_refused_fp16(stages: dict[str, Any]) -> dict[str, Any]:
     return missing | stages
 
 
-def _counts(rows: list[str]) -> str:
+def count_rows(rows: Iterable[dict[str, str]]) -> str:
     """Return how many rows say yes, by column."""
-    cells = [row.split(" | ") for row in rows]
+    listed = list(rows)
     found = []
-    for index, name in enumerate(COLUMNS.values(), start=2):
-        tried = [row[index] for row in cells if row[index]]
+    for name in COLUMNS.values():
+        tried = [row[name] for row in listed if row[name]]
         found.append(f"{name} {tried.count('yes')} of {len(tried)}")
-    return f"{len({row[0] for row in cells})} types, {len(rows)} tasks: {', '.join(found)}."
+    return f"{len({row['type'] for row in listed})} types, {len(listed)} tasks: {', '.join(found)}."
 
 
-def worse_cells(text: str, results: dict[tuple[str, str], dict[str, Any]]) -> list[str]:
-    """Return the cells of a page that say yes, of stages that do not pass any more.
+def worse_cells(
+    written: Iterable[dict[str, str]], results: dict[tuple[str, str], dict[str, Any]]
+) -> list[str]:
+    """Return the cells of a table that say yes, of stages that do not pass any more.
 
     Args:
-        text: the page.
+        written: the rows of the table.
         results: those of one family, by type and task.
     """
-    families = {_family(result) for result in results.values()}
-    tables = [table for family, table in _sections(text).items() if family in families]
     worse = []
-    for line in "\n".join(tables).splitlines():
-        cells = [cell.strip() for cell in line.strip("| ").split("|")]
-        found = results.get((cells[0], cells[1])) if len(cells) > len(COLUMNS) + 1 else None
-        for stage, cell in zip(COLUMNS, cells[2:], strict=False) if found else ():
-            now = _with_refused_fp16(found["stages"]).get(stage)
-            if cell == "yes" and now is not None and now["state"] != "passed":
-                worse.append(f"{cells[0]} {cells[1]}, {COLUMNS[stage]}: {_reason(now)}")
+    for row in written:
+        result = results.get((row["type"], row["task"]))
+        if result is None or row["transformers"] != FAMILIES[_family(result)]:
+            continue
+        stages = _with_refused_fp16(result["stages"])
+        for stage, column in COLUMNS.items():
+            state = stages.get(stage, {}).get("state", "passed")
+            if row[column] == "yes" and state != "passed":
+                worse.append(f"{row['type']} {row['task']}, {column}: {_reason(stages[stage])}")
     return worse
 
 
 def _reason(broken: dict[str, Any]) -> str:
     """Return the first sentence of what went wrong, without paths."""
     words = broken["why"].split(" The whole log: ")[0].splitlines()[0]
-    words = re.sub(r"/\S+/", "", words).replace("|", "\\|")
+    words = re.sub(r"/\S+/", "", words)
     return textwrap.shorten(words, 160, placeholder=" …")
 
 

@@ -16,7 +16,6 @@ from typing import Any
 from sphinx.ext.napoleon import Config, GoogleDocstring
 
 DOCS = Path(__file__).parent
-RESULTS = DOCS / "benchmarks"
 sys.path.insert(0, str(DOCS.parent))
 
 from enginery import __version__, cli  # noqa: E402  the checkout's own, not an installed one
@@ -29,7 +28,6 @@ extensions = [
     "myst_parser",  # the pages are Markdown, so that they read well in the repository, too
     "sphinx.ext.autodoc",
 ]
-exclude_patterns = [f"{RESULTS.name}/**"]  # what `make gpu-check` leaves
 
 # A link to a page or a heading that is not there is a warning: `make docs` takes it for an error.
 myst_heading_anchors = 4
@@ -68,18 +66,17 @@ def commands_in_markdown() -> str:
 def links_in_the_site(page: Path, text: str) -> str:
     """Links that the repository has and the site has not: to folders, and to Markdown elsewhere.
 
-    A folder is named and not linked; a file outside docs/, or of `make gpu-check`, is one to
-    download.
+    A folder is named and not linked; a file outside docs/ is one to download.
     """
 
     def link(found: re.Match[str]) -> str:
         words, target = found[1], (page.parent / found[2]).resolve()
         if target.is_dir():
             return words
-        inside = target.is_relative_to(DOCS) and not target.is_relative_to(RESULTS)
-        download = target.suffix == ".md" and not inside
+        download = target.suffix == ".md" and not target.is_relative_to(DOCS)
         return f"[{words}](path:{found[2]})" if download else found[0]
 
+    text = text.replace("](../SECURITY.md", "](security.md")  # the page that includes it
     return re.sub(r"\[([^\]]+)\]\(([^)#:\s]+)\)", link, text)
 
 

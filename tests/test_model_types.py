@@ -1,4 +1,4 @@
-"""The page of model types: what it says is what the stages do."""
+"""The table of model types: what it says is what the stages do."""
 
 import json
 import subprocess
@@ -6,12 +6,24 @@ import sys
 
 import pytest
 
-from benchmarks.model_types import COLUMNS, model_types, page, read_results, tasks_of, worse_cells
+from benchmarks.model_types import (
+    COLUMNS,
+    FAMILIES,
+    HEADER,
+    count_rows,
+    model_types,
+    read_results,
+    read_table,
+    table_rows,
+    tasks_of,
+    worse_cells,
+    write_table,
+)
 from enginery.core.versions import OPTIMUM, TRANSFORMERS5
 from tests.environments import needs_transformers5
 from tests.test_readme import ROOT
 
-PAGE = ROOT / "docs" / "support-models.md"
+TABLE = ROOT / "docs" / "model-types.csv"
 PASSED = {"state": "passed"}
 FAILED = {"state": "failed", "why": "3 of 20 outputs differ from /tmp/a/b PyTorch"}
 
@@ -25,16 +37,18 @@ def result(family=OPTIMUM, **stages):
 
 
 def test_a_cell_that_got_worse_is_named():
-    before = page(result().values())
-    assert "| bert | fill-mask | yes | yes | yes | yes | yes |" in before
+    before = table_rows(result().values())
+    (row,) = before
+    assert [row[name] for name in HEADER[3:]] == ["yes", "yes", "yes", "yes", "yes", ""]
     assert worse_cells(before, result()) == []
     (line,) = worse_cells(before, result(fp16_validate=FAILED))
     assert line == "bert fill-mask, FP16: 3 of 20 outputs differ from b PyTorch"
 
 
 def test_a_cell_that_says_no_cannot_get_worse():
-    before = page(result(validate=FAILED).values())
-    assert "| no | yes | yes | yes | validate: 3 of 20 outputs differ" in before
+    before = table_rows(result(validate=FAILED).values())
+    assert before[0]["validate"] == "no"
+    assert before[0]["why not"] == "validate: 3 of 20 outputs differ from b PyTorch"
     assert worse_cells(before, result(validate=FAILED)) == []
 
 
@@ -46,16 +60,18 @@ def test_the_last_result_of_a_task_counts(tmp_path):
     assert read_results(file, TRANSFORMERS5) == {}
 
 
-def test_a_table_is_written_beside_that_of_the_other_family():
+def test_rows_are_written_beside_those_of_the_other_family(tmp_path):
     optimum, newer = result(), result(TRANSFORMERS5, validate=FAILED)
-    both = page([*optimum.values(), *newer.values()])
-    assert page(newer.values(), page(optimum.values())) == both
-    assert page(optimum.values(), both) == both
-    assert both.count("| bert | fill-mask |") == 2
+    both = table_rows([*optimum.values(), *newer.values()])
+    assert [row["transformers"] for row in both] == ["4.57", "5"]
+    assert table_rows(newer.values(), table_rows(optimum.values())) == both
+    assert table_rows(optimum.values(), both) == both
+    write_table(tmp_path / "table.csv", both)
+    assert read_table(tmp_path / "table.csv") == both
 
 
 def test_cells_are_compared_with_the_table_of_their_family():
-    written = page([*result().values(), *result(TRANSFORMERS5, validate=FAILED).values()])
+    written = table_rows([*result().values(), *result(TRANSFORMERS5, validate=FAILED).values()])
     assert worse_cells(written, result(TRANSFORMERS5, validate=FAILED)) == []
     assert len(worse_cells(written, result(validate=FAILED))) == 1
 
@@ -69,21 +85,20 @@ def test_tasks_are_those_of_the_file():
 
 
 @pytest.mark.parametrize("family", [OPTIMUM, TRANSFORMERS5])
-def test_the_page_has_every_configuration(family):
+def test_the_table_has_every_configuration(family):
     known = model_types(family)
-    _, table = PAGE.read_text().split("\n## Optimum")
-    table = table.split("\n## ")[family == TRANSFORMERS5]
-    rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
-    listed = {(row[0], row[1]) for row in rows if len(row) > 3}
-    missing = {(kind, entry["task"]) for kind, entry in known.items()} - listed
-    assert not missing
+    rows = [row for row in read_table(TABLE) if row["transformers"] == FAMILIES[family]]
+    listed = {(row["type"], row["task"]) for row in rows}
+    assert {(kind, entry["task"]) for kind, entry in known.items()} - listed == set()
+    # The page says how many of its rows say yes.
+    assert count_rows(rows) in (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
-def test_no_cell_of_the_page_got_worse(tmp_path):
+def test_no_cell_of_the_table_got_worse(tmp_path):
     """Takes an hour on two cores."""
     command = [sys.executable, "-m", "benchmarks.model_types", "--work", tmp_path, "--jobs", "2"]
-    stages = ["--stages", "export,validate,fp16,int8,engine", "--check", PAGE]
+    stages = ["--stages", "export,validate,fp16,int8,engine", "--check", TABLE]
     done = subprocess.run(
         [*command, *stages], cwd=ROOT, capture_output=True, text=True, check=False
     )

@@ -18,11 +18,19 @@ PAGES = [
     ]
     if page.is_file()
 ]
+# Pages for those who change the code: they lie beside what they describe.
+BESIDE_THE_CODE = [
+    ROOT / "SECURITY.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "notebooks/README.md",
+    ROOT / "tests/faults/README.md",
+    *sorted((ROOT / "benchmarks").rglob("*.md")),
+]
 
 
-def commands():
+def commands(pages=PAGES):
     """Every line of a code block that starts a command of ours."""
-    for page in PAGES:
+    for page in pages:
         for block in re.findall(r"```\w*\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
             text = block.replace("\\\n", " ")
             # Variables may stand before it, or another program's output.
@@ -36,7 +44,7 @@ def targets():
     return set(re.findall(r"^([a-z0-9-]+):", makefile, re.MULTILINE))
 
 
-@pytest.mark.parametrize("line", list(commands()))
+@pytest.mark.parametrize("line", list(commands([*PAGES, *BESIDE_THE_CODE])))
 def test_command_of_a_page_exists(line):
     program, *words = shlex.split(line.partition(" | ")[0], comments=True)
     if program == "make":
@@ -66,7 +74,9 @@ def anchors(page):
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", [*PAGES, *BESIDE_THE_CODE], ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_links_between_pages_lead_somewhere(page):
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for target, _, anchor in re.findall(r"\]\(([^)#]*)(#([^)]*))?\)", text):

@@ -6,7 +6,7 @@
 
 The results are written after every case, and the same command continues what is not finished. The
 exit status is 0 if every check passed, 1 if a check failed or a part did not finish, and 2 if the
-command could not start. See docs/gpu-check.md.
+command could not start. See benchmarks/gpu_check/README.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from enginery.core.errors import ProviderError
 from enginery.core.home import enginery_home
 from enginery.runtime.providers.gpus import visible_gpus
 
-_DOCS = Path("docs/benchmarks")
+_RESULTS = Path("benchmarks/results")
 
 
 def main(words: list[str] | None = None) -> int:
@@ -89,7 +89,7 @@ def _print_summary(results: Results, units: list[str]) -> int:
 
 
 def _default_out(device: str) -> Path:
-    return _DOCS if device == "cuda" else enginery_home() / "gpu-check" / "dry-run"
+    return _RESULTS if device == "cuda" else enginery_home() / "gpu-check" / "dry-run"
 
 
 def _refusal(error: Exception) -> str:
@@ -134,7 +134,10 @@ def _arguments(words: list[str] | None) -> argparse.Namespace:
         help="run the prototype scripts of this directory in the same run",
     )
     parser.add_argument(
-        "--out", default="", metavar="DIR", help=f"directory for the two files; with a GPU {_DOCS}"
+        "--out",
+        default="",
+        metavar="DIR",
+        help=f"directory for the two files; with a GPU {_RESULTS}",
     )
     parser.add_argument("--fresh", action="store_true", help="measure again instead of continuing")
     parser.add_argument("--max-minutes", type=float, default=8.0, help="time limit of this command")

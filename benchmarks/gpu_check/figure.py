@@ -1,6 +1,6 @@
 """Draw the times of MiniLM on a GPU beside PyTorch, plain ONNX Runtime and the CPU.
 
-    $ python -m benchmarks.gpu_check.figure docs/gpu.svg docs/benchmarks/gpu-check-….json …
+    $ python -m benchmarks.gpu_check.figure docs/gpu.svg benchmarks/results/gpu-check-….json …
 
 Times are medians, host to host, from the parts `speed` and `speedup` of all files.
 """

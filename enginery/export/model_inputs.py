@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 
 from enginery.core.errors import ExportError
 from enginery.core.model.files import PreprocessorConfig
 from enginery.runtime.image.processor import PIXEL_MASK
 from enginery.runtime.pytorch.side_files import load_pillow_processor
+from enginery.runtime.pytorch.tokenizer import load_tokenizer
 
 TYPES = "token_type_ids"
 _TOKENS = frozenset({"input_ids", "attention_mask", TYPES, "position_ids"})
@@ -69,8 +69,8 @@ def _compare_tokens(
     model: Any, source: Path, task: str, declared: Collection[str], *, trust_remote_code: bool
 ) -> InputChanges:
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            str(source), trust_remote_code=trust_remote_code, local_files_only=True
+        tokenizer = load_tokenizer(
+            source, trust_remote_code=trust_remote_code, local_files_only=True
         )
     except Exception:  # no tokenizer, or one that cannot be read: clients send tensors
         return InputChanges()

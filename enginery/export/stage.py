@@ -30,7 +30,7 @@ from enginery.core.subprocess import Supervision, run_in_subprocess
 from enginery.export.config import DEFAULT_OPSET, ExportConfig
 
 STAGE = "export"
-STAGE_VERSION = "13"
+STAGE_VERSION = "14"
 """Incremented when the same inputs yield another artifact; part of the fingerprint."""
 
 TOOLS = ("torch", "transformers", "optimum", "optimum-onnx", "onnx", "onnxscript")

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import transformers
-
 from enginery.core.errors import ExportError
 from enginery.core.model.files import SpecialTokens
 from enginery.runtime.pytorch.config import load_config
+from enginery.runtime.pytorch.tokenizer import load_tokenizer
 from enginery.runtime.text.tokenizer import TextTokenizer
 
 _REMEDY = (
@@ -75,9 +74,7 @@ def require_padding_token(model: Any, source: Path, *, trust_remote_code: bool) 
     loaded = load_config(source, trust_remote_code=trust_remote_code)
     if getattr(loaded.config, "pad_token_id", None) is not None:
         return
-    tokenizer = transformers.AutoTokenizer.from_pretrained(
-        str(source), trust_remote_code=trust_remote_code, local_files_only=True
-    )
+    tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code, local_files_only=True)
     if tokenizer.pad_token_id in tokenizer("a").input_ids[-1:]:
         raise ExportError(
             f"config.json of a text classifier has no pad_token_id, and the tokenizer of {source} "

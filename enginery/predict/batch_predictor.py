@@ -12,6 +12,7 @@ column, and the other rows get their predictions.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -233,7 +234,12 @@ class BatchPredictor(Closeable):
         if isinstance(self._model, WindowRunner) and self.modality == "text":
             predicted = self._stream_texts(batches, columns, self._model)
         else:  # preparing an image takes longer than running the model on it in one thread
-            predicted = map_in_order(partial(self, columns=columns), batches, threads=self._threads)
+            predicted = map_in_order(
+                partial(self, columns=columns),
+                batches,
+                threads=self._threads,
+                stopped=self._model.stopped,
+            )
         with closing(predicted):
             yield from predicted
 
@@ -372,12 +378,22 @@ class BatchPredictor(Closeable):
 
 
 def map_in_order(
-    function: Callable[[Item], Result], stream: Iterator[Item], *, threads: int
+    function: Callable[[Item], Result],
+    stream: Iterator[Item],
+    *,
+    threads: int,
+    stopped: threading.Event,
 ) -> Generator[Result, None, None]:
     """Yield the function's result for each item of a stream, in order, using several threads.
 
     The stream is read only one item ahead of the threads, so that memory stays bounded.
     `Executor.map` does the same from Python 3.14 on, with `buffersize`.
+
+    Args:
+        function: computes a result.
+        stream: the items.
+        threads: number of threads.
+        stopped: is set at the end, so that calls under way can end early.
 
     Raises:
         Exception: any error of the function or the stream; pending items are dropped.
@@ -392,6 +408,7 @@ def map_in_order(
         while waiting:
             yield waiting.popleft().result()
     finally:
+        stopped.set()
         pool.shutdown(cancel_futures=True)
 
 

@@ -53,8 +53,8 @@ class PredictConfig:
     aggregation: Aggregation = "simple"
     """Strategy that merges tokens into spans, as in transformers' pipeline."""
     candidate_labels: tuple[str, ...] = ()
-    """A label to choose from, for a model of natural language inference, or of texts and images
-    such as CLIP; repeat it for several."""
+    """Labels to choose from, for a model of natural language inference, or of texts and images such
+    as CLIP: `sport,politics`. Repeat it for labels with commas."""
     hypothesis_template: str = ""
     """What is said of an input with a label, in place of `{}`, for `candidate_labels`. Empty for
     "This example is {}." of texts, and "This is a photo of {}." of images."""

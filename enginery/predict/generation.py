@@ -6,7 +6,9 @@ runner(["The engine"], WindowStats())[0][0].text
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from concurrent.futures import CancelledError
 from typing import Any
 
 from enginery.core.closing import Closeable
@@ -50,12 +52,15 @@ class GenerationRunner(Closeable):
         except InputError as error:
             raise OptionError(error.message, do=error.do, option="generation") from error
         self._batch_rows = max(1, batch_rows // chosen.num_beams)
+        self.stopped = threading.Event()
+        """Is set when nobody waits for a window any more."""
 
     def __call__(self, inputs: Sequence[Any], stats: WindowStats) -> list[list[Generation]]:
         """Return the results of each input; rows of similar length run together.
 
         Raises:
             InputError: an input cannot be used.
+            CancelledError: `stopped` is set.
         """
         length = len if all(isinstance(item, str) for item in inputs) else (lambda _: 0)
         order = sorted(range(len(inputs)), key=lambda index: length(inputs[index]))
@@ -64,6 +69,8 @@ class GenerationRunner(Closeable):
         outputs = self._generator.run_stream(rows, batch_rows=self._batch_rows)
         texts = self.task.postprocess(ModelInputs([]), outputs, self._options)
         for index, generations in zip(order, texts, strict=True):
+            if self.stopped.is_set():
+                raise CancelledError
             results[index] = generations
             stats.tokens += sum(len(generation.tokens) for generation in generations)
         return results

@@ -156,6 +156,8 @@ def read_options(task: type[Task], config: PredictConfig) -> TaskOptions:
     }
     # Options of a task have the types of JSON, and null for all dimensions and the model's labels.
     values = {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
+    if len(config.candidate_labels) == 1:
+        values["candidate_labels"] = config.candidate_labels[0]  # commas may divide it
     absent = ("dimensions", "candidate_labels", "hypothesis_template", "return_timestamps")
     values |= {name: values.get(name) or None for name in absent}
     if values.get("threshold") == PredictConfig.threshold:

@@ -17,10 +17,11 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from itertools import takewhile
 from typing import Any, TypeVar
 
 import numpy as np
@@ -148,6 +149,8 @@ class WindowRunner:
     pool: InferencePool
     max_rows: int
     max_tokens: int
+    stopped: threading.Event = field(default_factory=threading.Event)
+    """Is set when nobody waits for a window any more, whose remaining batches may take long."""
 
     @classmethod
     def open(
@@ -191,6 +194,7 @@ class WindowRunner:
 
         Raises:
             InputError: an input cannot be used, or the graph rejects the rows.
+            CancelledError: `stopped` is set.
         """
         if isinstance(self.task, MediaTask):
             # In this thread: preparing an image takes longer than running the model on it.
@@ -202,8 +206,11 @@ class WindowRunner:
                 return row
 
             work = ModelInputs([])
-            rows = map(counted, self.task.read_rows(inputs, self.options, work))
+            read = self.task.read_rows(inputs, self.options, work)
+            rows = takewhile(lambda _: not self.stopped.is_set(), map(counted, read))
             results = self.batches.answer_stream(rows, self.options, work)
+            if self.stopped.is_set():
+                raise CancelledError
             stats.truncated += truncated
             return results
         stream = self._stream()
@@ -224,13 +231,10 @@ class WindowRunner:
             stream.run(_until(is_stopped, prepared)),
             ahead=1 if self._on_cpu else _GPU_WINDOWS,
             name="enginery-collect",
+            closed=is_stopped,  # the rest of a window may take long
         )
         with closing(collected), nullcontext() if self._on_cpu else SWITCH_INTERVAL.lowered():
-            try:
-                for window in collected:  # noqa: UP028  `yield from` would close it before `finally`
-                    yield window
-            finally:
-                is_stopped.set()  # the rest of a window may take long
+            yield from collected
 
     def finish(self, window: Window[Any], stats: WindowStats) -> RowValues:
         """Return the task's result for each input of a window, and add its counts to `stats`.

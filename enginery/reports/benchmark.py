@@ -366,6 +366,13 @@ class BenchResult(Report):
     """Accuracy of each artifact; None without labels."""
     schema_version: Literal[1] = field(default=1)
 
+    @property
+    def summary(self) -> str:
+        """What was measured, and how the first pair compares, in one line."""
+        shapes = f"{len(self.cases)} shape{'s' * (len(self.cases) != 1)}"
+        names = ", ".join(record.name for record in self.contenders)
+        return "; ".join([f"{names} at {shapes}", *self._compared_lines()[:1]])
+
     def contender(self, name: str) -> ContenderRecord:
         """Return the record of one contender; raise KeyError if there is none."""
         return {record.name: record for record in self.contenders}[name]

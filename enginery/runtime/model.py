@@ -61,7 +61,7 @@ from enginery.runtime.tasks.task import (
 )
 from enginery.runtime.tasks.text_generator import TextGenerator, open_rows
 from enginery.runtime.tasks.views import SparseVector, task_views
-from enginery.runtime.tasks.zero_shot import TEMPLATE
+from enginery.runtime.tasks.zero_shot import TEMPLATE, split_labels
 from enginery.runtime.tasks.zero_shot_images import IMAGE_TEMPLATE
 from enginery.runtime.text.batching import GPU_MAX_ROWS, GPU_MAX_TOKENS
 from enginery.runtime.text.chat_template import Message
@@ -348,7 +348,8 @@ class Model(Closeable):
 
         Args:
             texts: the texts.
-            labels: the labels, at most 100; each text runs once for each.
+            labels: the labels, at most 100, or a text with commas between them; each text runs
+                once for each.
             hypothesis_template: what is said of a text with a label, in place of `{}`.
             multi_label: judge each label by itself, because several may be right.
             truncate: False raises an error for a text that is longer than the model takes.
@@ -361,7 +362,7 @@ class Model(Closeable):
         return self.classify(
             texts,
             truncate=truncate,
-            candidate_labels=list(labels),
+            candidate_labels=split_labels(labels),
             hypothesis_template=hypothesis_template,
             multi_label=multi_label,
         )
@@ -382,7 +383,7 @@ class Model(Closeable):
         Args:
             images: paths, contents of files, Pillow images, or uint8 arrays (height, width,
                 channels).
-            labels: the labels, at most 100.
+            labels: the labels, at most 100, or a text with commas between them.
             hypothesis_template: what is said of an image with a label, in place of `{}`.
             top_k: number of labels of each image, best first; 0 for all.
 
@@ -392,7 +393,7 @@ class Model(Closeable):
         classifications: list[Classification] = self._run_task(
             "zero_shot_images",
             images,
-            candidate_labels=list(labels) or None,
+            candidate_labels=split_labels(labels) or None,
             hypothesis_template=hypothesis_template,
             top_k=top_k,
         )

@@ -143,11 +143,11 @@ def test_every_shape_compares_enginery_with_pytorch_and_onnxruntime(dry_run):
 
 
 @pytest.mark.slow
-def test_dry_run_is_marked_and_writes_nothing_to_the_docs(dry_run):
+def test_dry_run_is_marked_and_writes_nothing_beside_the_results(dry_run):
     assert dry_run.text.startswith("# GPU check: on the CPU: a dry run, ")
     assert "**Every figure is on the CPU: a dry run.**" in dry_run.text
     assert dry_run.text.count("median in ms, on the CPU: a dry run") == 4
-    assert not (dry_run.root / "docs").exists()
+    assert not (dry_run.root / "benchmarks").exists()
     verdicts = {goal["verdict"] for goal in dry_run.document["goals"]}
     assert verdicts == {"no verdict: goals apply to an H100 or H200"}
 

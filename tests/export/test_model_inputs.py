@@ -90,9 +90,7 @@ def test_another_input_that_the_model_uses_is_refused(tmp_path, monkeypatch):
         def __call__(self, *texts, **_):
             return {"input_ids": torch.ones(1, 3), "langs": torch.ones(1, 3)}
 
-    monkeypatch.setattr(
-        model_inputs.transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: Tokenizer()
-    )
+    monkeypatch.setattr(model_inputs, "load_tokenizer", lambda *_, **__: Tokenizer())
     with pytest.raises(ExportError, match="Model uses the input langs of its tokenizer"):
         model_inputs.compare_inputs(
             Model(), tmp_path, "fill-mask", ["input_ids"], trust_remote_code=False

@@ -1,13 +1,18 @@
+import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import CancelledError
+from contextlib import closing
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from enginery.core.errors import OptionError
-from enginery.predict.batch_predictor import map_in_order
+from enginery.predict.batch_predictor import BatchPredictor, map_in_order
 from enginery.predict.config import PredictConfig
+from enginery.predict.report import WindowStats
 from enginery.predict.writer import _json
 
 
@@ -26,10 +31,32 @@ def test_map_in_order_keeps_order_and_reads_one_item_ahead():
         gates[number].set()
         return number
 
-    found = map_in_order(work, numbers(), threads=2)
+    found = map_in_order(work, numbers(), threads=2, stopped=threading.Event())
     assert next(found) == 0
     assert len(read) <= 3
     assert [0, *found] == list(range(20))
+
+
+@pytest.mark.parametrize(
+    ("kind", "task"),
+    [("vit", "image-classification"), ("gpt2", "text-generation-with-past")],
+)
+def test_rows_that_nobody_waits_for_are_left_out(tiny, kind, task, tmp_path):
+    image = tmp_path / "image.png"
+    Image.new("RGB", (32, 32)).save(image)
+    window = [str(image) if kind == "vit" else "The engine"] * 40
+    with BatchPredictor(tiny(kind, task), PredictConfig(batch_rows=1), workers=1) as predictor:
+        model = predictor._model
+
+        def work(inputs):
+            running.set()
+            return model(inputs, WindowStats())
+
+        running = threading.Event()
+        finished = map_in_order(work, iter([window] * 3), threads=1, stopped=model.stopped)
+        threading.Thread(target=lambda: running.wait(30) and model.stopped.set()).start()
+        with closing(finished), pytest.raises(CancelledError):
+            next(finished)
 
 
 def test_map_in_order_stops_at_an_error_and_leaves_no_thread():
@@ -39,7 +66,7 @@ def test_map_in_order_stops_at_an_error_and_leaves_no_thread():
         return number
 
     with pytest.raises(ValueError, match="three"):
-        list(map_in_order(work, iter(range(10_000)), threads=2))
+        list(map_in_order(work, iter(range(10_000)), threads=2, stopped=threading.Event()))
     assert not [t for t in threading.enumerate() if t.name.startswith("enginery-window")]
 
 
@@ -273,8 +300,11 @@ def test_limits_of_a_batch_depend_on_the_device(tiny, options, cpu, gpu):
             assert (model.max_rows, model.max_tokens) == limits
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_closing_ends_a_window_midway(tiny, workers):
+@pytest.mark.parametrize(
+    ("workers", "is_interrupted"), [(1, False), (3, False), (2, True)], ids=str
+)
+def test_a_window_ends_midway(tiny, workers, is_interrupted):
+    """Closed, or interrupted while this thread waits for it."""
     from enginery.predict.token_batches import InferencePool, WindowRunner
     from enginery.runtime.onnxruntime.runner import OrtRunner
     from enginery.runtime.tasks.embed import Embed
@@ -302,6 +332,11 @@ def test_closing_ends_a_window_midway(tiny, workers):
         assert next(done).origin == 0
         assert running.wait(30)
         threading.Timer(0.2, stopped.set).start()
+        if is_interrupted:
+            main = threading.main_thread().ident
+            threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT)).start()
+            with pytest.raises(KeyboardInterrupt):
+                next(done)
         done.close()
         model.close()
     assert len(runs) < 50

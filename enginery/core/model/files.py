@@ -498,6 +498,10 @@ class NamedTemplate(_Values):
     template: String = ""
 
 
+TOKENIZERS_BACKEND = "TokenizersBackend"
+"""transformers 5's class of a tokenizer that is no more than its tokenizer.json."""
+
+
 class TokenizerConfig(_SpecialTokensFile):
     """tokenizer_config.json."""
 
@@ -527,7 +531,7 @@ class TokenizerConfig(_SpecialTokensFile):
     truncation_side: Annotated[Literal["left", "right"], _expected("'left' or 'right'")] = "right"
     padding_side: Annotated[Literal["left", "right"], _expected("'left' or 'right'")] = "right"
     model_input_names: Annotated[tuple[String, ...], _expected("a list of strings")] = ()
-    """What the tokenizer gives to the model; empty for the default of its class."""
+    """What the tokenizer gives to the model; empty for the default of its class, `input_names`."""
     word_delimiter_token: SpecialToken | None = None
     """CTC: the token between words; None for `|`."""
     replace_word_delimiter_char: String = " "
@@ -564,6 +568,12 @@ class TokenizerConfig(_SpecialTokensFile):
     def lists_added_tokens(self) -> bool:
         """True if the file has `added_tokens_decoder`, so that no older file is read beside it."""
         return "added_tokens_decoder" in self.model_fields_set
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """What the tokenizer gives to the model; transformers 5's own class gives no types."""
+        types = () if self.tokenizer_class == TOKENIZERS_BACKEND else ("token_type_ids",)
+        return self.model_input_names or ("input_ids", *types, "attention_mask")
 
 
 class ProcessingArguments(_Values):

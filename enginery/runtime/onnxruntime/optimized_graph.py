@@ -6,7 +6,7 @@
 ONNX Runtime optimizes a graph each time it is loaded, for the current processor. If this is done
 once and the result is stored with separate weights, loading takes a third of the time and the
 weights are memory-mapped instead of copied: all-MiniLM-L6-v2 in FP32 uses 72 MiB less memory
-(docs/benchmarks.md).
+(benchmarks/results/figures.md).
 """
 
 from __future__ import annotations

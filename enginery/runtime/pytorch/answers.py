@@ -29,6 +29,7 @@ from transformers.pipelines import PIPELINE_REGISTRY
 from enginery.core.errors import InputError
 from enginery.core.model.files import SentenceBertConfig
 from enginery.runtime.pytorch.side_files import load_pillow_processor
+from enginery.runtime.pytorch.tokenizer import load_tokenizer
 
 Item = Mapping[str, Any]
 """A raw input: `text`, with `text_pair` for a pair; `question` and `context`; `image`, uint8
@@ -148,7 +149,7 @@ class TorchAnswers:
     @cached_property
     def tokenizer(self) -> Any:
         """The model's tokenizer."""
-        return transformers.AutoTokenizer.from_pretrained(str(self._path), **self._options)
+        return load_tokenizer(self._path, **self._options)
 
     @cached_property
     def image_processor(self) -> Any:
@@ -386,9 +387,7 @@ class SentenceRule:
                 self._steps.append(_sentence_module(kind, folder))
         limit = config.get("max_seq_length")
         lengths = {} if limit is None else {"model_max_length": limit}
-        self._tokenizer = transformers.AutoTokenizer.from_pretrained(
-            str(path), **lengths, **options
-        )
+        self._tokenizer = load_tokenizer(path, **lengths, **options)
         positions = getattr(model.config, "max_position_embeddings", None)
         if limit is None and positions is not None:
             limit = min(positions, self._tokenizer.model_max_length)

@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationMixin,
     PretrainedConfig,
 )
@@ -69,6 +68,7 @@ from enginery.runtime.pytorch.segmenter import (
     is_segmenter,
 )
 from enginery.runtime.pytorch.state import ModelState
+from enginery.runtime.pytorch.tokenizer import load_tokenizer
 from enginery.runtime.pytorch.weights import UpcastWeights, as_classifier, restore_head
 
 _UPCAST_ON_USE_BYTES = 1 << 30
@@ -232,9 +232,7 @@ def _pad_token_id(path: Path, trust_remote_code: bool) -> int | None:
     Classifiers of decoders find the last token of a text by it.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(path), trust_remote_code=trust_remote_code, local_files_only=True
-        )
+        tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception:  # no tokenizer, or one whose files transformers cannot read in any way
         return None
     return None if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
@@ -414,8 +412,8 @@ class TorchRunner(Closeable):
         """
         try:
             with _quiet():
-                tokenizer = AutoTokenizer.from_pretrained(
-                    str(self._path),
+                tokenizer = load_tokenizer(
+                    self._path,
                     trust_remote_code=self._trust_remote_code,
                     local_files_only=True,
                 )

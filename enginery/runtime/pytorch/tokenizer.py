@@ -16,6 +16,7 @@ from typing import Any
 import transformers
 
 from enginery.core.errors import InputError
+from enginery.core.model.files import TOKENIZERS_BACKEND, TokenizerConfig
 from enginery.runtime.text.tokenizer_comparison import (
     CHATS,
     PAIRS,
@@ -30,6 +31,23 @@ _MAX_ADDED = 64
 """Added tokens that stand in sample texts; a model may have thousands."""
 
 
+def load_tokenizer(directory: Path, **options: Any) -> Any:
+    """Load a tokenizer as `AutoTokenizer` does, in version 4 also one of version 5's own class.
+
+    Version 4 has that class as `PreTrainedTokenizerFast`, with other inputs by default.
+
+    Args:
+        directory: the model's directory.
+        options: further arguments of `from_pretrained`.
+    """
+    settings = TokenizerConfig.read(directory)
+    if settings.tokenizer_class != TOKENIZERS_BACKEND or hasattr(transformers, TOKENIZERS_BACKEND):
+        return transformers.AutoTokenizer.from_pretrained(str(directory), **options)
+    return transformers.PreTrainedTokenizerFast.from_pretrained(
+        str(directory), model_input_names=list(settings.input_names), **options
+    )
+
+
 def load_reference_tokenizer(directory: Path, *, trust_remote_code: bool) -> Any:
     """Load a tokenizer as `AutoTokenizer` does. Call this inside `guarded`.
 
@@ -40,8 +58,8 @@ def load_reference_tokenizer(directory: Path, *, trust_remote_code: bool) -> Any
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            tokenizer = transformers.AutoTokenizer.from_pretrained(
-                str(directory), trust_remote_code=trust_remote_code, local_files_only=True
+            tokenizer = load_tokenizer(
+                directory, trust_remote_code=trust_remote_code, local_files_only=True
             )
     except ImportError:
         raise

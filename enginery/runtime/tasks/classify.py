@@ -25,8 +25,8 @@ from enginery.runtime.tasks.task import (
 )
 from enginery.runtime.tasks.text import TextOptions, TextTask, output_rows, softmax
 from enginery.runtime.tasks.zero_shot import (
-    MAX_LABELS,
     TEMPLATE,
+    Labels,
     entailment_index,
     label_scores,
     make_pairs,
@@ -84,7 +84,7 @@ class ClassifyOptions(TextOptions, LabelOptions):
     instruction: str = ""
     """What a reranker that is a language model has to judge, in place of its default; empty for
     the default."""
-    candidate_labels: Annotated[list[str], Field(min_length=1, max_length=MAX_LABELS)] | None = None
+    candidate_labels: Labels | None = None
     """Labels to choose from, for a model of natural language inference; null for its own."""
     hypothesis_template: str = TEMPLATE
     """What is said of a text with a label, in place of `{}`, for `candidate_labels`."""

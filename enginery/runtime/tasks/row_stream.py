@@ -259,7 +259,9 @@ def run_here(run: Callable[[], Arrays]) -> Future[tuple[Arrays, float]]:
     return future
 
 
-def read_ahead(items: Generator[Item], *, ahead: int, name: str) -> Generator[Item]:
+def read_ahead(
+    items: Generator[Item], *, ahead: int, name: str, closed: threading.Event | None = None
+) -> Generator[Item]:
     """Yield the items of a generator that a thread of its own reads, up to `ahead` of them early.
 
     Closing this generator, or an error, ends the thread after the item that it is working on, and
@@ -269,13 +271,15 @@ def read_ahead(items: Generator[Item], *, ahead: int, name: str) -> Generator[It
         items: a generator, which only the thread uses.
         ahead: number of items that wait at most.
         name: name of the thread.
+        closed: is set when this generator is closed, so that the item that the thread is working
+            on can end early.
 
     Raises:
         BaseException: any error of `items`, after the items before it.
     """
     queue: SimpleQueue[tuple[bool, Any]] = SimpleQueue()
     slots = threading.Semaphore(ahead)
-    is_closed = threading.Event()
+    is_closed = closed or threading.Event()
 
     def read() -> None:
         end: BaseException | None = None

@@ -33,7 +33,7 @@ from enginery.runtime.tasks.task import (
     media_outputs,
 )
 from enginery.runtime.tasks.two_towers import EmbedTextsOfBoth, has_two_towers, tower_record
-from enginery.runtime.tasks.zero_shot import MAX_LABELS, make_hypotheses
+from enginery.runtime.tasks.zero_shot import Labels, make_hypotheses
 
 IMAGE_TEMPLATE = "This is a photo of {}."
 _LOGITS = "logits_per_image"
@@ -44,7 +44,7 @@ _MAX_CHARACTERS = 100_000
 class ZeroShotImageOptions(TaskOptions):
     """Options of `zero_shot_images`."""
 
-    candidate_labels: Annotated[list[str], Field(min_length=1, max_length=MAX_LABELS)] | None = None
+    candidate_labels: Labels | None = None
     """Labels to choose from."""
     hypothesis_template: str = IMAGE_TEMPLATE
     """What is said of an image with a label, in place of `{}`."""

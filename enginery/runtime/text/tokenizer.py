@@ -308,7 +308,7 @@ class TextTokenizer:
             limit_source=limit_source,
             pad_id=_pad_id(special_token_id(backend, special.pad_token), config.merged()),
             pad_type_id=files.kind.pad_token_type_id,
-            sends_types=_TYPES in (settings.model_input_names or (_TYPES,)),
+            sends_types=_TYPES in settings.input_names,
             pad_left=settings.padding_side == "left",
             unk_id=special_token_id(backend, special.unk_token),
             cls_id=special_token_id(backend, special.cls_token),

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 _CPU_TOKENS = 256
 """Maximum number of tokens of a batch on a CPU. Larger batches take longer per token, because their
 activations no longer fit in the caches. Measured on two cores with all-MiniLM-L6-v2, see
-docs/benchmarks.md."""
+benchmarks/results/figures.md."""
 _MIN_TOKENS, _MAX_TOKENS = 8192, 16_384
 """Limits of the maximum on a GPU. Below a few thousand tokens its matrix multiplications are not
 efficient yet, which a linear model does not see."""

@@ -18,6 +18,7 @@ import pytest
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.json_file import json_bytes
 from enginery.core.shapes import TensorSpec
+from enginery.runtime.pytorch.tokenizer import load_tokenizer
 from enginery.runtime.text.tokenizer import TextTokenizer
 from enginery.runtime.text.tokenizer_comparison import compare_tokenizer
 from tests import tiny
@@ -363,6 +364,16 @@ def test_of_an_unknown_class_tokenizer_json_says_everything(save):
     directory = save("roberta", settings, remove=["add_prefix_space"], files=files)
     first = TextTokenizer.open(directory).encode(["warm"])[0].tokens[1]
     assert first.startswith("Ġ")
+
+
+def test_transformers_5s_own_class_is_read_by_version_4_and_sends_no_types(save):
+    """Version 5 saves generic tokenizers under a name that version 4 does not know."""
+    directory = save("bert", {"tokenizer_class": "TokenizersBackend"}, remove=["model_input_names"])
+    reference = load_tokenizer(directory, local_files_only=True)
+    assert set(reference("warm", "cold")) == {"input_ids", "attention_mask"}
+    tokenizer = TextTokenizer.open(directory)
+    assert tokenizer.encode(["warm cold"])[0].ids == reference("warm cold").input_ids
+    assert not tokenizer.sends_types
 
 
 def test_a_token_that_a_setting_needs_is_named(save):

@@ -8,6 +8,9 @@ import transformers
 
 from enginery import export_model, load_model
 from enginery.core.errors import InputError
+from enginery.predict.config import PredictConfig
+from enginery.predict.task_inputs import read_options
+from enginery.runtime.tasks.classify import Classify
 from tests.natural_language_inference import save_nli
 from tests.tiny import TEXT
 
@@ -56,6 +59,20 @@ def test_one_label_is_judged_by_itself(judge):
     expected = reference(TEXT[0], candidate_labels=["machines"])
     (answer,) = model.zero_shot([TEXT[0]], ["machines"])
     assert answer.score == pytest.approx(expected["scores"][0], abs=2e-6)
+
+
+def test_commas_divide_labels_that_are_one_text(judge):
+    source, model = judge("last")
+    reference = transformers.pipeline("zero-shot-classification", model=str(source), device="cpu")
+    expected = reference(TEXT[0], candidate_labels="machines, birds")["labels"]
+    (answer,) = model.zero_shot([TEXT[0]], "machines, birds")
+    assert [label.label for label in answer.labels] == expected
+    for given, labels in (
+        (("machines, birds",), ["machines", "birds"]),
+        (("machines, birds", "x"), ["machines, birds", "x"]),
+    ):
+        config = PredictConfig(candidate_labels=given)
+        assert read_options(Classify, config).candidate_labels == labels
 
 
 def test_a_text_has_the_answer_that_it_has_alone(judge):
