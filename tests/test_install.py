@@ -1,6 +1,7 @@
 """The installation on a machine without a GPU: what it has, what it lacks, what it says."""
 
 import json
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -42,22 +43,58 @@ def test_error_messages_name_the_version_of_onnxruntime_that_the_extra_has(extra
 
 
 @pytest.fixture(scope="module")
-def python(tmp_path_factory):
-    """The Python of an environment with `enginery[cpu,serve]`, from the wheel."""
-    folder = tmp_path_factory.mktemp("install")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     (wheel,) = folder.glob("*.whl")
-    subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True)
-    python = folder / "venv/bin/python"
-    install = [python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt"]
-    subprocess.run([*install, f"{wheel}[cpu,serve]"], check=True)
+    return wheel
+
+
+def install(interpreter, wheel, folder):
+    """Install `enginery[cpu,serve]` into an environment of an interpreter; return its Python."""
+    subprocess.run([interpreter, "-m", "venv", str(folder)], check=True)
+    python = folder / "bin/python"
+    command = [python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt"]
+    subprocess.run([*command, f"{wheel}[cpu,serve]"], check=True)
     return python
+
+
+@pytest.fixture(scope="module")
+def python(wheel, tmp_path_factory):
+    return install(sys.executable, wheel, tmp_path_factory.mktemp("install"))
+
+
+def find_interpreter(version):
+    """Return the path of a Python of another version; skip the test if there is none."""
+    if sys.version_info[:2] == tuple(map(int, version.split("."))):
+        pytest.skip("the tests run on this version")
+    named = shutil.which(f"python{version}")
+    for path in (*Path.home().glob(f".pyenv/versions/{version}.*/bin/python"), named):
+        # pyenv has a command for every version that it knows, and some of them start nothing.
+        if path and run(path, "-m", "venv", "-h").returncode == 0:
+            return path
+    return pytest.skip(f"there is no Python {version}")
 
 
 def run(python, *words):
     command = [str(python), *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd="/")
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("version", ["3.12", "3.13", "3.14"])
+def test_other_versions_of_python_run_artifacts(version, wheel, exported, tmp_path):
+    artifact = exported("bert", "feature-extraction")
+    python = install(find_interpreter(version), wheel, tmp_path / "environment")
+    answered = run(python, "-W", "error::SyntaxWarning", "-c", EMBED, artifact.path)
+    assert answered.returncode == 0, answered.stderr
+    with load_model(artifact) as model:
+        expected = model.embed(["The engine is warm."])
+    np.testing.assert_allclose(json.loads(answered.stdout), expected, atol=1e-5)
+    for words in (["inspect", artifact.path], ["doctor", "--json"], ["serve", "--help"]):
+        ended = run(python, "-m", "enginery", *words)
+        assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.slow

@@ -10,12 +10,15 @@ import shutil
 from pathlib import Path
 
 from enginery.core.errors import SourceError, UntrustedModelError
+from enginery.core.json_file import json_bytes, read_json
 from enginery.core.model.files import PreprocessorConfig, side_files
 from enginery.core.model.screening import refuse_linked_out
 from enginery.core.paths import is_relative_path
+from enginery.core.versions import TRANSFORMERS5, transformers_family
 
 # Optimum and dynamo write these themselves, in the form that Optimum's loaders require.
 _CONFIG, _GENERATION_CONFIG = "config.json", "generation_config.json"
+_DONUT = ("DonutImageProcessor", "DonutImageProcessorFast", "DonutFeatureExtractor")
 
 
 def copy_side_files(source: Path, out: Path, *, code: bool, config: bool = False) -> None:
@@ -46,6 +49,21 @@ def copy_side_files(source: Path, out: Path, *, code: bool, config: bool = False
         refuse_linked_out(source / name, source)
         (out / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source / name, out / name)
+
+
+def name_pillow_processor(out: Path) -> None:
+    """Name the class of Donut's processor in preprocessor_config.json, if it is transformers 5's.
+
+    transformers 5 shrinks Donut's images in another way than 4.57, to other pixels. The names that
+    files have are those of both; `DonutImageProcessorPil` is of transformers 5 alone.
+    """
+    file = out / PreprocessorConfig.FILE
+    if transformers_family() != TRANSFORMERS5 or not file.is_file():
+        return
+    document = read_json(file)
+    name = document.get("image_processor_type") or document.get("feature_extractor_type")
+    if name in _DONUT:
+        file.write_bytes(json_bytes(document | {"image_processor_type": "DonutImageProcessorPil"}))
 
 
 def require_equal_processor(out: Path) -> None:

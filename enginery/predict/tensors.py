@@ -38,7 +38,7 @@ from enginery.core.model.files import PreprocessorConfig
 from enginery.predict.config import MAX_ROWS, PredictConfig
 from enginery.predict.task_inputs import provider_specs
 from enginery.predict.writer import ASSEMBLED
-from enginery.runtime.decoder_graphs import input_graph
+from enginery.runtime.graph_roles import input_graph
 from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 from enginery.runtime.providers.specification import check_run_options
 from enginery.runtime.sample_inputs import (

@@ -22,7 +22,7 @@ from enginery.quantize.job import QuantizeJob, QuantizeResult
 from enginery.quantize.report import describe_accuracy
 from enginery.quantize.source_graph import SourceGraph, require_calibratable
 from enginery.reports.quantization import QuantizationReport
-from enginery.runtime.decoder_graphs import answer_graph, input_graph
+from enginery.runtime.graph_roles import answer_graph, input_graph
 from enginery.runtime.onnxruntime.tracing import GraphTracer
 
 

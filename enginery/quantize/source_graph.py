@@ -1,7 +1,8 @@
 """The FP32 graph that is quantized.
 
-An artifact with a cache and an encoder has two graphs. Texts, images and sounds are inputs of the
-encoder; the decoder's inputs are computed from them.
+An artifact with a cache and an encoder has two graphs, and so has one that segments what points in
+an image belong to. Texts, images and sounds are inputs of the encoder; the other graph's inputs are
+computed from them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from enginery.core.errors import ArtifactError
 from enginery.passes.ir.graph_file import read_graph
 from enginery.passes.ir.nodes import infer_types
 from enginery.runtime.decoder_graphs import find_encoder_decoder
+from enginery.runtime.graph_roles import find_segmenter
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,11 @@ def require_calibratable(artifact: Artifact) -> None:
     """Check that calibration inputs give the inputs of every graph.
 
     Raises:
-        ArtifactError: it has several graphs other than an encoder and its decoder.
+        ArtifactError: it has several graphs other than an encoder and its decoder, or those of
+            images and of prompts.
     """
     graphs = artifact.manifest.graphs
-    if len(graphs) == 1 or find_encoder_decoder(graphs):
+    if len(graphs) == 1 or find_encoder_decoder(graphs) or find_segmenter(graphs):
         return
     names = ", ".join(record.file for record in graphs)
     raise ArtifactError(

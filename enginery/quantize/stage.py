@@ -75,11 +75,11 @@ from enginery.quantize.source_graph import SourceGraph, require_calibratable
 from enginery.quantize.trial import build_trials, check_trial_options
 from enginery.reports.layer_errors import save_layer_errors
 from enginery.reports.quantization import EngineTrial, QuantizationReport
-from enginery.runtime.decoder_graphs import answer_graph, find_encoder_decoder, input_graph
+from enginery.runtime.graph_roles import answer_graph, input_graph
 from enginery.runtime.machine import read_cpuinfo, usable_cpus
 
 STAGE = "quantize"
-STAGE_VERSION = "17"
+STAGE_VERSION = "18"
 """Incremented when the same inputs give a different artifact; part of the fingerprint."""
 
 REPORT = f"{REPORTS}/{QuantizationReport.FILE}"
@@ -378,7 +378,7 @@ def require_quantizable(source: Artifact, config: QuantizeConfig) -> None:
     Raises:
         OptionError: the accuracy budget is one of a classifier, but the artifact is none.
         ArtifactError: it is already quantized, is not FP32, or was fused for another target; or
-            there are calibration inputs, and its graphs are not an encoder and its decoder.
+            there are calibration inputs, and they do not lead to the inputs of every graph.
     """
     manifest = source.manifest
     if manifest.is_quantized:
@@ -397,7 +397,7 @@ def require_quantizable(source: Artifact, config: QuantizeConfig) -> None:
     if config.scheme != "dynamic" or config.data:
         require_calibratable(source)
     for option in ("accuracy_budget", "label_column"):
-        if getattr(config, option) and find_encoder_decoder(manifest.graphs):
+        if getattr(config, option) and len(manifest.graphs) > 1:
             raise OptionError(
                 f"option '{option}' is '{getattr(config, option)}', but {source.path} has an "
                 "encoder and a decoder, whose outputs are neither right nor wrong.",

@@ -158,18 +158,6 @@ def find_generating(artifact: Artifact) -> DecoderGraphs:
     return replace(decoders[0], counts_padding=counts_padding)
 
 
-def input_graph(graphs: Sequence[GraphRecord]) -> GraphRecord:
-    """Return the graph that takes a model's own inputs: the encoder, or else the first graph."""
-    decoder = find_encoder_decoder(graphs)
-    return graphs[0] if decoder is None or decoder.encoder is None else decoder.encoder
-
-
-def answer_graph(graphs: Sequence[GraphRecord]) -> GraphRecord:
-    """Return the graph that computes a model's answers: the decoder, or else the first graph."""
-    decoder = find_encoder_decoder(graphs)
-    return graphs[0] if decoder is None else decoder.later
-
-
 def _is_own_present(name: str) -> bool:
     return is_present(name) and not is_cross_attention(name)
 

@@ -44,8 +44,8 @@ from enginery.serve.api.errors import HTTPError, error_response, scope_protocol,
 from enginery.serve.api.requests import quote
 from enginery.serve.config import ServeConfig, check_options, named_paths, require_packages
 from enginery.serve.device.front import FrontRegistry
+from enginery.serve.http.lifecycle import CLOSE_SECONDS, Activity, ProcessLifecycle
 from enginery.serve.keys import ApiKeys
-from enginery.serve.lifecycle import CLOSE_SECONDS, Activity, ProcessLifecycle
 from enginery.serve.middleware import BodyBudget, BufferBody, RequireKey
 from enginery.serve.models.loading import load, reload
 from enginery.serve.models.registry import ModelRegistry
@@ -256,7 +256,7 @@ async def _lifespan(
             draining = asyncio.create_task(lifecycle.draining.wait())
             await asyncio.wait({loading, draining}, return_when=asyncio.FIRST_COMPLETED)
             draining.cancel()
-            while not (lifecycle.supervision.may_listen() or lifecycle.draining.is_set()):
+            while not (lifecycle.supervision.may_listen or lifecycle.draining.is_set()):
                 await asyncio.sleep(_WAIT_SECONDS)
     try:
         yield
@@ -278,7 +278,7 @@ async def _load_or_fail(registry: ModelRegistry, lifecycle: ProcessLifecycle) ->
         await load(registry)
     except Exception as error:
         lifecycle.fail_startup(error)
-    lifecycle.supervision.on_loaded()
+    lifecycle.supervision.report_loaded()
 
 
 def _openapi_json(*, with_keys: bool) -> bytes:

@@ -17,7 +17,7 @@ from enginery.core.shapes import Profile
 from enginery.core.tolerance import QuantizedTolerance, Tolerance
 from enginery.reports.validation import ValidationCaseResult
 from enginery.reports.weights import WeightMetrics
-from enginery.runtime.decoder_graphs import input_graph
+from enginery.runtime.graph_roles import input_graph
 from enginery.runtime.onnxruntime.placement import read_placement
 from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 from enginery.runtime.onnxruntime.tracing import GraphTracer

@@ -13,7 +13,7 @@ import uvicorn
 
 from enginery.serve.app import make_app
 from enginery.serve.config import ServeConfig
-from enginery.serve.http_sockets import bind
+from enginery.serve.http.sockets import bind
 from enginery.serve.keys import ApiKeys
 from tests.serve.processes import ServerProcess
 from tests.tiny import tiny_artifact

@@ -1,8 +1,8 @@
 """An application without models in worker processes: `python -m tests.serve.serving OPTIONS`.
 
 OPTIONS are JSON: `config` for ServeConfig, `load_seconds`, `load_error`, `fails_again`, `spawn`,
-`held_up` at the end, `metrics`, `port`; and `patience`, `hang` and `close` for what else takes
-seconds.
+`held_up` at the end, `metrics`, `port`, `open_files`; and `patience`, `hang`, `idle` and `close`
+for what else takes seconds.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ import asyncio
 import json
 import logging
 import os
+import resource
 import sys
 import time
 from functools import partial
 from pathlib import Path
 
 from enginery.core.errors import ArtifactError
-from enginery.serve import lifecycle, server
+from enginery.serve import server
 from enginery.serve.config import ServeConfig
-from enginery.serve.http_sockets import bind
-from enginery.serve.lifecycle import Activity
+from enginery.serve.http import lifecycle, listener, parent
+from enginery.serve.http.lifecycle import Activity
+from enginery.serve.http.sockets import bind
 from enginery.serve.observability.middleware import ObservabilityMiddleware
 
 log = logging.getLogger("enginery.serve")
@@ -142,16 +144,19 @@ class Application:
 def main():
     options = json.loads(sys.argv[1])
     if options.get("spawn"):
-        server._START_METHOD = "spawn"
-    server._KILL_AFTER_SECONDS = options.get("patience", server._KILL_AFTER_SECONDS)
-    server.HANG_SECONDS = options.get("hang", server.HANG_SECONDS)
+        server.START_METHOD = parent.START_METHOD = "spawn"
+    parent.KILL_AFTER_SECONDS = options.get("patience", parent.KILL_AFTER_SECONDS)
+    parent.HANG_SECONDS = options.get("hang", parent.HANG_SECONDS)
     lifecycle.CLOSE_SECONDS = options.get("close", lifecycle.CLOSE_SECONDS)
+    listener._IDLE_SECONDS = options.get("idle", listener._IDLE_SECONDS)
+    if limit := options.get("open_files"):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     config = ServeConfig(port=0, **options.get("config", {}))
-    sockets = bind("127.0.0.1", options.get("port", 0))
+    listening = bind("127.0.0.1", options.get("port", 0))
     uvicorn_config = server.uvicorn_config(
         partial(application, options), config, log_config=server.log_config()
     )
-    sys.exit(server.run(uvicorn_config, [sockets], config))
+    sys.exit(server.run(uvicorn_config, [listening], config))
 
 
 if __name__ == "__main__":

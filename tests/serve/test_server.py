@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -17,8 +18,9 @@ import pytest
 
 from enginery.core.errors import OptionError
 from enginery.serve.config import ServeConfig, check_options
-from enginery.serve.http_sockets import bind
-from enginery.serve.server import LineFormatter, log_config, restart_delay_seconds
+from enginery.serve.http.parent import restart_delay_seconds
+from enginery.serve.http.sockets import bind
+from enginery.serve.server import LineFormatter, log_config
 from tests.serve.processes import (
     GET,
     gone,
@@ -175,10 +177,10 @@ def test_worker_that_does_not_end_is_killed(start):
 
 @pytest.mark.more
 def test_worker_that_hangs_is_replaced(start):
-    server = start(hang=1.0).ready()
+    server = start(hang=2.0).ready()
     worker = psutil.Process(server.pid())
     worker.suspend()
-    server.hear_until(f"worker process {worker.pid} did not answer for 1 seconds; it is replaced")
+    server.hear_until(f"worker process {worker.pid} did not answer for 2 seconds; it is replaced")
     assert server.pid() != worker.pid
     assert server.end()[0] == 0
 
@@ -223,6 +225,24 @@ def refuses(server):
     except ConnectionRefusedError:
         return True
     return False
+
+
+@pytest.mark.more
+def test_connections_wait_while_no_more_files_can_be_opened(start):
+    """The server says so once, closes connections that idle, and answers those that wait."""
+    server = start(open_files=128, idle=0.2).ready()
+    clients = [server.raw(GET % b"echo") for _ in range(100)]
+    server.hear_until("as many as the limit of open files allows; further ones wait")
+    for client in clients:
+        assert b"200 OK" in one_answer(client)
+    closed = [client for client in clients if select.select([client], [], [], 0)[0]]
+    assert all(client.recv(1) == b"" for client in closed)
+    assert len(closed) >= 100 + 64 - 128
+    for client in clients:
+        client.close()
+    status, said = server.end()
+    assert status == 0
+    assert said.count("ulimit -n") == 1
 
 
 def test_restart_delays_grow_from_0_to_30_seconds():

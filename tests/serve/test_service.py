@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import http.client
 import json
 import os
 import re
@@ -129,48 +128,18 @@ def test_it_serves_several_models_and_ends_with_0(exported):
         assert {"/v1/embeddings", "/predict/labels"} <= {line["path"] for line in log}
 
 
-@pytest.mark.more
-def test_a_process_that_is_killed_is_replaced(exported):
-    with serving(exported("bert", "feature-extraction").path) as server:
-        first = server.child
-        os.kill(first, signal.SIGKILL)
-        killed_at = time.monotonic()
-        server.says(f"warning: worker process {first} was killed (signal 9)")
-        server.wait_ready()
-        assert time.monotonic() - killed_at < 5
-        assert server.child != first
-        assert server.client.post("/embed", json={"inputs": "a"}).status_code == 200
-
-
-@pytest.mark.more
-def test_two_processes_answer_and_take_a_reload_together(exported):
-    path = exported("bert", "feature-extraction").path
-    with serving(path, options=("--processes", "2", "--access-log", "off")) as server:
-        assert len(server.children) == 2
-        for _ in range(20):
-            answer = httpx.post(f"{server.url}/embed", json={"inputs": "a"}, timeout=WAIT)
-            assert answer.status_code in (200, 503)  # one may load for longer than the other
-        server.process.send_signal(signal.SIGHUP)
-        ends = time.monotonic() + WAIT
-        while sum("reloaded, content unchanged" in line for line in server.lines) < 2:
-            assert time.monotonic() < ends, server.lines
-            time.sleep(0.02)
-        server.process.terminate()
-        assert server.process.wait(WAIT) == 0
-
-
 def test_the_parent_imports_nothing_heavy(exported):
     path = str(exported("bert", "fill-mask").path)
     code = (
         "import sys\n"
         "from enginery.serve import server\n"
         "from enginery.serve.config import ServeConfig\n"
-        "server.Supervisor.serve = lambda self: print(*sys.modules) or 0\n"
+        "server.Parent.run = lambda self: print(*sys.modules) or 0\n"
         f"server.serve_models([{path!r}], ServeConfig(port=0))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     modules = set(done.stdout.split())
-    assert "uvicorn.supervisors.multiprocess" in modules
+    assert "enginery.serve.http.parent" in modules
     assert not modules & {
         "numpy",
         "onnxruntime",
@@ -339,30 +308,6 @@ def test_invalid_provider_is_rejected_before_listening(tiny_paths, options, mess
     assert "listening" not in done.stderr
 
 
-@pytest.mark.more
-def test_running_requests_are_answered_before_exit(exported):
-    path = exported("bert", "feature-extraction").path
-    with serving(path, options=("--queue-inputs", "5000")) as server:
-        address = ("127.0.0.1", urlsplit(server.url).port)
-        body = json.dumps({"inputs": ["the pump runs and the valve is open " * 8] * 1000}).encode()
-        clients = [socket.create_connection(address, WAIT) for _ in range(3)]
-        for client in clients:
-            client.sendall(
-                b"POST /embed HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n"
-                b"Expect: 100-continue\r\n\r\n" % len(body)
-            )
-            assert client.recv(1000).startswith(b"HTTP/1.1 100 ")
-        for client in clients:
-            client.sendall(body)
-        server.process.terminate()
-        for client in clients:
-            response = http.client.HTTPResponse(client)
-            response.begin()
-            assert (response.status, len(json.loads(response.read()))) == (200, 1000)
-            client.close()
-        assert server.process.wait(WAIT) == 0
-
-
 def test_garbage_collection_is_enabled_once_models_are_loaded(exported):
     async def scenario():
         path = exported("bert", "feature-extraction").path
@@ -403,14 +348,6 @@ def test_unavailable_provider_stops_the_startup(exported, tmp_path):
     assert done.returncode == 2
     assert "error: " in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_port_in_use_is_named(exported):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        config = ServeConfig(port=port)
-        with pytest.raises(Exception, match=f"{port}"):
-            serve_models([exported("bert", "fill-mask").path], config)
 
 
 @pytest.mark.parametrize(

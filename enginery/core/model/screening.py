@@ -14,6 +14,7 @@ names of chat templates that are paths, to which saving a tokenizer writes (CVE-
 from __future__ import annotations
 
 import json
+import os
 import re
 import reprlib
 from collections.abc import Container, Iterator, Mapping
@@ -137,11 +138,10 @@ def refuse_linked_out(path: Path, directory: Path) -> None:
         UntrustedModelError: the link leads out of the directory, or nowhere.
     """
     try:
+        target = Path(os.path.realpath(path, strict=True))
+    except FileNotFoundError:  # judged by where it would be
         target = path.resolve()
-    except (
-        OSError,
-        RuntimeError,
-    ):  # for a loop of links: Python 3.13 raises OSError, earlier ones RuntimeError
+    except OSError:  # a loop of links, which `Path.resolve` of Python 3.13 does not notice
         raise UntrustedModelError(f"{path} is a link that is broken.", do=_DISTRUST) from None
     if not _is_below(target, directory) and not _is_hub_blob(target, directory):
         raise UntrustedModelError(

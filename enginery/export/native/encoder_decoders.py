@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, EncoderDecoderCache
-from transformers.modeling_outputs import BaseModelOutput
 
 from enginery.core.errors import ExportError
 from enginery.core.shapes import Dim, TensorSpec
@@ -40,7 +39,7 @@ from enginery.export.native.inputs import ModelInputs
 from enginery.export.native.lowering import Route
 from enginery.runtime.decoder_graphs import LOGITS, of_encoder
 from enginery.runtime.pytorch.answers import first_line
-from enginery.runtime.pytorch.decoder import cache_argument
+from enginery.runtime.pytorch.decoder import EncoderStates, cache_argument
 
 _STATES = "last_hidden_state"
 _MASK = "attention_mask"
@@ -204,7 +203,7 @@ def _decoder(
             arguments[_MASK] = tensors[mask]
         result = original(
             **arguments,
-            encoder_outputs=BaseModelOutput(last_hidden_state=states),
+            encoder_outputs=EncoderStates(last_hidden_state=states),
             decoder_input_ids=tensors["input_ids"],
             use_cache=True,
             return_dict=True,

@@ -30,7 +30,11 @@ from enginery.export.native.segmenters import export_segmenter
 from enginery.export.native.tasks import choose_outputs, choose_task
 from enginery.export.positions import find_length_limit
 from enginery.export.sentence_modules import write_module_weights
-from enginery.export.side_files import copy_side_files, require_equal_processor
+from enginery.export.side_files import (
+    copy_side_files,
+    name_pillow_processor,
+    require_equal_processor,
+)
 from enginery.export.tokenizer import write_tokenizer
 from enginery.export.used_weights import UsedWeights, require_used
 from enginery.export.vocabulary import check_vocabulary, embedding_rows, require_padding_token
@@ -110,6 +114,7 @@ def export_with_transformers(
     copy_side_files(source, out, code=config.trust_remote_code)
     write_config(model, source, out, trust_remote_code=config.trust_remote_code)
     write_generation_config(model, out)
+    name_pillow_processor(out)
     require_equal_processor(out)
     notes = [
         *write_module_weights(source, out),

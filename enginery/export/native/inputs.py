@@ -29,6 +29,10 @@ _IMAGE_SIZES = ("height", "width")
 _TOWERS = ("feature-extraction", "zero-shot-image-classification", "zero-shot-object-detection")
 """Tasks whose model compares texts with images or sounds, as many of each as one likes."""
 _FRAMES = "frames"
+_SAMPLES = "num_samples"
+"""Samples of a wave that an encoder shortens to states, which its decoder counts."""
+_SAMPLING_RATE = 16_000
+"""Samples in a second, unless the processor has another rate."""
 _CLAP_PROCESSOR: Mapping[str, int] = {
     "max_length_s": 10,
     "sampling_rate": 48_000,
@@ -122,7 +126,9 @@ def describe_inputs(
     names = [name for name in names if name not in changes.dropped] + sorted(changes.added)
     specs = tuple(known[name] for name in names)
     limits = FeedLimits.from_config(settings)
-    return ModelInputs(specs, limits, _example_sizes(specs, limits))
+    # A config may say nothing of the convolutions, so that a wave is as long as usual ones are.
+    second = _example_length(processor.get("sampling_rate", _SAMPLING_RATE) // 2, 10**6)
+    return ModelInputs(specs, limits, _example_sizes(specs, limits, {_SAMPLES: second}))
 
 
 def _known_inputs(
@@ -156,17 +162,19 @@ def _known_inputs(
         TensorSpec("attention_mask", "int64", mask),
         TensorSpec(TYPES, "int64", tokens),
         TensorSpec("position_ids", "int64", tokens),
-        TensorSpec("input_values", floats, _sound_dims(merged)),
+        TensorSpec("input_values", floats, _sound_dims(model, merged)),
         TensorSpec("input_features", floats, spectrogram),
         TensorSpec("past_values", floats, _series_dims(model)),
     ]
     return {spec.name: spec for spec in specs}
 
 
-def _sound_dims(merged: ModelConfig) -> tuple[str | int, ...]:
+def _sound_dims(model: Any, merged: ModelConfig) -> tuple[str | int, ...]:
     """Return the dims of a wave, or of the spectrogram of an audio spectrogram transformer."""
     if merged.spectrogram_frames:
         return ("batch", merged.spectrogram_frames, merged.num_mel_bins or 128)
+    if getattr(model.config, "is_encoder_decoder", False):
+        return ("batch", _SAMPLES)
     return _TOKENS
 
 
@@ -255,14 +263,16 @@ def _accepted(model: Any) -> set[str]:
     return set(inspect.signature(model.forward).parameters)
 
 
-def _example_sizes(specs: Sequence[TensorSpec], limits: FeedLimits) -> dict[str, int]:
-    """Return sizes of the dynamic dims that have no common divisor."""
+def _example_sizes(
+    specs: Sequence[TensorSpec], limits: FeedLimits, own: Mapping[str, int]
+) -> dict[str, int]:
+    """Return sizes of the dynamic dims that have no common divisor; `own` are of this model."""
     sizes = {"batch": _ROWS, "image_batch": _ROWS, "audio_batch": _ROWS, "text_batch": 2 * _ROWS}
     sizes["num_choices"] = 5
     longest = limits.position_limit or limits.max_positions
     sizes["sequence"] = _example_length(limits.min_sequence, longest)
     sizes[_FRAMES] = 97
-    usual = {**limits.sizes, **sizes}
+    usual = {**limits.sizes, **sizes, **own}
     return {name: usual.get(name, _LENGTH) for name in dynamic_dims(specs)}
 
 

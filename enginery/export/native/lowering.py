@@ -35,6 +35,7 @@ from enginery.core.errors import ExportError
 from enginery.core.shapes import dim_terms, resolve_dim
 from enginery.core.versions import TRANSFORMERS5, transformers_family
 from enginery.export.graphs import open_session
+from enginery.export.native.recurrences import exportable_scans
 from enginery.passes.ir.graph_file import write_graph
 
 Route = Literal["transformers", "dynamo"]
@@ -122,7 +123,12 @@ def lower(
     failures: list[str] = []
     smaller = _smaller_feeds(signature.feeds, signature.dims)
     expected = _run_module(module, smaller, signature.outputs)
-    with _exportable_experts(module), _symbolic_sizes(module), _only_real_masks():
+    with (
+        _exportable_experts(module),
+        exportable_scans(module),
+        _symbolic_sizes(module),
+        _only_real_masks(),
+    ):
         for route in routes or available_routes():
             for kind in _kinds(signature.dims):
                 try:

@@ -17,11 +17,10 @@ from enginery.core.shapes import TensorSpec
 from enginery.export.native.decoders import GraphInterface, TracedGraph, finish_graph, write_graph
 from enginery.export.native.inputs import ModelInputs
 from enginery.export.native.lowering import Route
+from enginery.runtime.graph_roles import LABELS, POINTS
 from enginery.runtime.pytorch.answers import first_line
 from enginery.runtime.pytorch.segmenter import (
     IMAGE_ENCODER,
-    LABELS,
-    POINTS,
     PROMPT_DECODER,
     decode_prompts,
     encode_image,
@@ -30,6 +29,9 @@ from enginery.runtime.pytorch.segmenter import (
 _OBJECTS, _POINTS = "point_batch", "nb_points_per_image"
 _SIZES = {_OBJECTS: 5, _POINTS: 7}
 """Example sizes: torch takes equal ones for one dim."""
+
+_SCOPE = "image_encoder/"
+"""Prefix of names in the graph of images: what is calibrated or pinned by name is so in both."""
 
 Run = Callable[[Any, Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
 
@@ -50,16 +52,16 @@ def export_segmenter(
         ExportError: the model rejects the example inputs, or cannot be lowered.
     """
 
-    def write(run: Run, interface: GraphInterface) -> TracedGraph:
+    def write(run: Run, interface: GraphInterface, scope: str = "") -> TracedGraph:
         def forward(**tensors: torch.Tensor) -> dict[str, torch.Tensor]:
             return run(model, tensors)
 
         traced = write_graph(model, forward, interface, out, opset=opset, routes=routes)
-        finish_graph(out, interface)
+        finish_graph(out, interface, scope=scope)
         return traced
 
     image_specs = _output_specs(encode_image, model, inputs)
-    images = write(encode_image, GraphInterface(IMAGE_ENCODER, inputs, image_specs))
+    images = write(encode_image, GraphInterface(IMAGE_ENCODER, inputs, image_specs), _SCOPE)
     points = ("batch", _OBJECTS, _POINTS)
     floats = image_specs[0].dtype
     prompts = ModelInputs(

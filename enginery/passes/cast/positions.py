@@ -12,8 +12,8 @@ The search starts from the consumers. A node is kept if its float outputs do not
 - may be larger than the largest exact integer, and are read, among others, by a comparison or
   another op that tells neighbouring integers apart.
 
-Data are the float inputs of the graph and float tables in which integers look something up. Sin and
-Cos are kept if their input does not depend on data.
+Data are the float inputs of the graph, but for points in an image, and float tables in which
+integers look something up. Sin and Cos are kept if their input does not depend on data.
 
 >>> from enginery.passes.ir.nodes import infer_types
 >>> model = ir.from_onnx_text('''<ir_version: 9, opset_import: ["" : 20]>
@@ -38,6 +38,9 @@ LARGEST_EXACT = {ir.DataType.FLOAT16: 2048, ir.DataType.BFLOAT16: 256}
 """Largest integer up to which a type represents every integer."""
 
 _ANGLES = ("Sin", "Cos")
+_POINTS = "input_points"
+"""Input of a model that segments: positions of up to 1024 pixels, where FP16 has steps of half a
+pixel."""
 # They look up rows of a float table, so their output is data.
 _LOOKUPS = ("Gather", "GatherND", "GatherElements")
 _EXACT = frozenset(
@@ -186,7 +189,7 @@ def _largest_input(value: ir.Value) -> float:
 
 def _add_data_values(graph: ir.Graph, data: set[ir.Value]) -> None:
     """Add the float values of a graph that depend on a float input or on a lookup in a table."""
-    data.update(value for value in graph.inputs if value.dtype == FLOAT)
+    data.update(v for v in graph.inputs if v.dtype == FLOAT and v.name != _POINTS)
     for node in graph:
         looks_up = (
             node.op_type in _LOOKUPS
@@ -208,6 +211,8 @@ def _reason(value: ir.Value, data: set[ir.Value], reasons_by_node: dict[str, str
         # The nodes of a branch are searched on their own, so their reasons are not known here.
         if has_subgraph(node) or node.graph is not value.graph:
             return ""
+        if node.op_type == "Shape":  # reads no numbers
+            continue
         if node.name in reasons_by_node:
             # The node is kept, but data that it reads is not a position.
             if value in data:

@@ -20,10 +20,12 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import InputError
 from enginery.core.model.feeds import FeedLimits, Feeds, make_feeds
 from enginery.core.shapes import dynamic_dims, share_of_positions
+from enginery.quantize.calibration.points import PointFeeder
 from enginery.quantize.calibration.prompts import PromptFeeder, takes_prompts
 from enginery.quantize.calibration.steps import StepFeeder
 from enginery.quantize.config import MAX_HELD_OUT
 from enginery.runtime.decoder_graphs import find_encoder_decoder
+from enginery.runtime.graph_roles import find_segmenter
 from enginery.runtime.sample_inputs import (
     MEDIA,
     ImageFeeder,
@@ -140,6 +142,13 @@ def make_batches(
         InputError: an input cannot be read or does not fit the graph.
         ArtifactError: the tokenizer or the image processor cannot be loaded.
     """
+    segmenter = find_segmenter(artifact.manifest.graphs)
+    if segmenter and record == segmenter.prompts:
+        feeder = PointFeeder.open(artifact, segmenter)
+        images = make_batches(
+            artifact, segmenter.images, data, seed=seed, max_held_out=max_held_out
+        )
+        return _point_batches(feeder, seed, images[0]), _point_batches(feeder, seed, images[1])
     calibrating, held_out = data.split(max_held_out)
     generates = find_encoder_decoder(artifact.manifest.graphs) is not None
     if generates and data.kind == "feeds":
@@ -233,6 +242,15 @@ def _generation_batches(
                 for step in (0, min(later, last))
             ]
     return batches
+
+
+def _point_batches(feeder: PointFeeder, seed: int, images: Sequence[Batch]) -> list[Batch]:
+    """Make a batch of points for each batch of images."""
+    return [Batch(batch.rows, partial(_add_points, feeder, seed, batch)) for batch in images]
+
+
+def _add_points(feeder: PointFeeder, seed: int, images: Batch) -> Feeds:
+    return feeder(images.load(), seed=seed + images.rows[0])
 
 
 def _media_batches(

@@ -37,7 +37,8 @@ from enginery.core.model.files import ModelConfig
 from enginery.quantize.calibration.batches import Batch, CalibrationData, Kind, make_batches
 from enginery.quantize.calibration.prompts import takes_prompts
 from enginery.quantize.config import QuantizeConfig, max_held_out, require_calibration
-from enginery.runtime.decoder_graphs import find_encoder_decoder, input_graph
+from enginery.runtime.decoder_graphs import find_encoder_decoder
+from enginery.runtime.graph_roles import input_graph
 from enginery.runtime.image.processor import load_image
 from enginery.runtime.sample_inputs import (
     takes_audio,

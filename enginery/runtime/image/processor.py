@@ -207,7 +207,7 @@ class ImageProcessor:
         name = config.image_processor_type or config.feature_extractor_type
         kind = name
         # In this order, for `ViTImageProcessorFast`.
-        for ending in ("Fast", "ImageProcessor", "FeatureExtractor"):
+        for ending in ("Fast", "Pil", "ImageProcessor", "FeatureExtractor"):
             kind = kind.removesuffix(ending)
         # Another processor's arithmetic may differ in any step, so that nothing is guessed.
         if kind not in _DEFAULTS:
@@ -216,12 +216,13 @@ class ImageProcessor:
                 do=f"Supported: {', '.join(f'{key}ImageProcessor' for key in _DEFAULTS)}.",
             )
         settings = {**_BASE, **_DEFAULTS[kind], "fast": name.endswith("Fast")}
+        settings["pil"] = name.endswith("Pil")
         if settings["fast"] and kind in _FAST_CROPS:
             settings |= {"do_center_crop": False, "crop_size": None}
         if settings["fast"] and kind in _FAST_PADS:
             settings |= {"do_pad": False, "pad_size": None}
         # Ignore keys that the processor does not have: ViT, for example, never crops.
-        supported = settings.keys() - _LACKS.get(kind, set()) - {"fast"}
+        supported = settings.keys() - _LACKS.get(kind, set()) - {"fast", "pil"}
         values = {name: getattr(config, name) for name in supported}
         settings |= {name: value for name, value in values.items() if value is not None}
         default = _DEFAULTS[kind]["size"]
@@ -268,7 +269,7 @@ class ImageProcessor:
         if settings["do_resize"]:
             image = self._resize(image, name)
         if settings.get("do_thumbnail"):
-            image = _thumbnail(image, settings["size"])
+            image = self._thumbnail(image)
         order = settings.get("channel_order")
         pixels = np.asarray(image.convert("L"))[..., None] if order == "gray" else np.asarray(image)
         # Donut pads with black before it normalizes, most others with 0 after it.
@@ -312,6 +313,25 @@ class ImageProcessor:
         if self.settings["fast"] and self.settings["resample"] == _NEAREST:
             return _nearest(image, size)
         return resize(image, size, self.settings["resample"], name)
+
+    def _thumbnail(self, image: Image) -> Image:
+        """Shrink an image to fit into `size`, as Donut's processor does."""
+        settings = self.settings
+        size, (width, height) = settings["size"], image.size
+        fitting = min(width, size["width"]), min(height, size["height"])
+        if fitting == image.size:
+            return image
+        if height > width:
+            fitting = int(width * fitting[1] / height), fitting[1]
+        elif width > height:
+            fitting = fitting[0], int(height * fitting[0] / width)
+        fitting = max(fitting[0], 1), max(fitting[1], 1)
+        if settings["pil"]:
+            return image.resize(fitting, resample=settings["resample"])
+        # `reducing_gap` lets Pillow shrink by a whole number first, which changes pixels: it is
+        # that of the slow class of transformers 4.
+        gap = None if settings["fast"] else 2.0
+        return image.resize(fitting, resample=_BICUBIC, reducing_gap=gap)
 
     def _pad(self, pixels: NDArray[np.float32], name: str) -> NDArray[np.float32]:
         """Pad normalized pixels (rows, columns, channels) as the processor does."""
@@ -395,20 +415,6 @@ def _turned(image: Image, size: Mapping[str, int]) -> Image:
     if (size["width"] < size["height"] and is_wide) or (size["width"] > size["height"] and is_tall):
         return image.transpose(Transpose.ROTATE_270)
     return image
-
-
-def _thumbnail(image: Image, size: Mapping[str, int]) -> Image:
-    """Shrink an image to fit into `size`."""
-    width, height = min(image.width, size["width"]), min(image.height, size["height"])
-    if (width, height) == image.size:
-        return image
-    if image.height > image.width:
-        width = int(image.width * height / image.height)
-    elif image.width > image.height:
-        height = int(image.height * width / image.width)
-    # `reducing_gap` lets Pillow shrink by a whole number first, which changes pixels: it is the one
-    # of transformers' Donut processor.
-    return image.resize((max(width, 1), max(height, 1)), resample=_BICUBIC, reducing_gap=2.0)
 
 
 def _pad(pixels: NDArray[Any], size: Mapping[str, int], name: str) -> NDArray[Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +33,13 @@ Tensors = Mapping[str, Any]
 """Tensors by the graph's names."""
 
 _OLD_CACHE = "past_key_values"
+
+
+@dataclass
+class EncoderStates(BaseModelOutput):  # type: ignore[misc]  # transformers has no types
+    """What an encoder returns; Moonshine's decoder reads a mask of the states from it, too."""
+
+    attention_mask: torch.Tensor | None = None
 
 
 class TorchDecoder:
@@ -64,7 +72,7 @@ class TorchDecoder:
         if self._has_encoder:
             states = tensors.get(ENCODER_STATES)
             states = self._unread_states(tensors) if states is None else states
-            arguments["encoder_outputs"] = BaseModelOutput(last_hidden_state=states)
+            arguments["encoder_outputs"] = EncoderStates(last_hidden_state=states)
         arguments[self._cache_argument] = _make_cache(past) if past else None
         output = self._model(
             **arguments, use_cache=any(map(is_present, self._names)), return_dict=True
@@ -103,7 +111,7 @@ class TorchDecoder:
             raise ValueError(f"{type(self._model).__name__} returns no {self._cache_argument}")
         self._cache = output[self._cache_argument]
         if self._has_encoder and self._encoder_outputs is None:
-            self._encoder_outputs = BaseModelOutput(
+            self._encoder_outputs = EncoderStates(
                 last_hidden_state=output.encoder_last_hidden_state
             )
         return self._with_last_logits(

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from enginery.runtime.graph_roles import LABELS, POINTS
+
 IMAGE_ENCODER, PROMPT_DECODER = "vision_encoder.onnx", "prompt_encoder_mask_decoder.onnx"
 EMBEDDINGS, POSITIONS = "image_embeddings", "image_positional_embeddings"
-POINTS, LABELS = "input_points", "input_labels"
 
 _TYPES = ("sam", "sam2")
 _MASKS = ("iou_scores", "pred_masks", "object_score_logits")

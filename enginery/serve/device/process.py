@@ -13,12 +13,10 @@ import itertools
 import logging
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, cast
 
@@ -28,12 +26,15 @@ from enginery.serve.batching.scheduler import BatchScheduler
 from enginery.serve.batching.workers import BatchResult
 from enginery.serve.config import ServeConfig
 from enginery.serve.device import wire
-from enginery.serve.lifecycle import (
+from enginery.serve.http.lifecycle import (
+    CANNOT_START,
     CLOSE_SECONDS,
     INTERRUPTED,
     REPLACE,
-    STARTUP_FAILURE,
+    block_signals,
+    exit_after,
     exit_process,
+    log_errors,
     log_failed_startup,
 )
 from enginery.serve.models.loading import load, reload
@@ -54,8 +55,6 @@ time that they have to send the rest of their requests to it."""
 _TICK_SECONDS = 0.02
 _QUIET_TICKS = 5
 """Ticks without a row after which a process that ends alone has answered what was begun."""
-_SPARE_SECONDS = 3.0
-"""Time beyond all others after which a process that does not exit is killed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -332,8 +331,6 @@ class DeviceProcess:
         socket: Path,
         *,
         fronts: int,
-        startup_status: int = STARTUP_FAILURE,
-        server_ends: Callable[[], bool] = lambda: True,
     ) -> None:
         """Create the process without starting anything.
 
@@ -342,12 +339,9 @@ class DeviceProcess:
             config: the options of the server.
             socket: path of the Unix socket that fronts connect to.
             fronts: number of fronts.
-            startup_status: exit status if the models cannot be loaded.
-            server_ends: returns True if the whole server shuts down, not only this process.
         """
         self._paths, self._config, self._socket = paths, config, socket
-        self._fronts, self._startup_status = fronts, startup_status
-        self._server_ends = server_ends
+        self._fronts = fronts
         self._is_open = False
         self._server: asyncio.Server | None = None
         self._ending: asyncio.Task[None] | None = None
@@ -371,7 +365,7 @@ class DeviceProcess:
             await self.open()
         except Exception as error:
             log_failed_startup(error)
-            exit_process(self._startup_status)
+            exit_process(CANNOT_START)
         await asyncio.Event().wait()
 
     async def open(self) -> None:
@@ -440,12 +434,7 @@ class DeviceProcess:
         if self._server is None:
             _log.error("not reloaded: the models are still being loaded.")
             return
-        try:
-            await reload(self.registry)
-        except EngineryError as error:
-            _log.error("not reloaded: %s", error)
-        except Exception:
-            _log.exception("reloading failed")
+        await log_errors(reload(self.registry))
         self.tell_fronts()
 
     # -- ending -------------------------------------------------------------------------------
@@ -453,18 +442,14 @@ class DeviceProcess:
     def _handle_signals(self) -> None:
         """Handle the signals that the parent has blocked."""
         loop = asyncio.get_running_loop()
-        handlers: tuple[tuple[int, Callable[[], object]], ...] = (
-            (signal.SIGTERM, self._handle_sigterm),
-            (signal.SIGINT, self._handle_sigint),
-            (signal.SIGHUP, lambda: self.spawn(self._reload())),
-        )
-        for number, handler in handlers:
-            loop.add_signal_handler(number, handler)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [number for number, _ in handlers])
+        loop.add_signal_handler(signal.SIGTERM, self._handle_sigterm)
+        loop.add_signal_handler(signal.SIGINT, self._handle_sigint)
+        loop.add_signal_handler(signal.SIGHUP, lambda: self.spawn(self._reload()))
+        block_signals(block=False)
 
     def _handle_sigterm(self) -> None:
         if self._ending is None:
-            self._exit_after(self._config.drain_delay + self._config.grace, 0)
+            exit_after(self._config.drain_delay + self._config.grace, lambda: 0)
             self._ending = self.spawn(self._drain())
 
     def _handle_sigint(self) -> None:
@@ -474,12 +459,10 @@ class DeviceProcess:
             exit_process(INTERRUPTED)
 
     async def _drain(self) -> None:
-        """Run what the fronts send until they have ended; then exit."""
+        """Run what fronts have begun, then exit; if the server ends, they have ended before."""
         if self._server is None:  # the models are being loaded
             exit_process(0)
         self.registry.begin_drain()
-        while self.registry.fronts and self._server_ends():
-            await asyncio.sleep(_TICK_SECONDS)
         self.registry.refuses_requests = True
         quiet = 0  # a front may be about to send the next part of a request
         while self.registry.fronts and quiet < _QUIET_TICKS:
@@ -491,14 +474,6 @@ class DeviceProcess:
     def _replace(self, reason: str) -> None:
         """Fail what runs, and exit, so that the parent starts another process."""
         _log.warning("ending at once: %s", reason)
-        self._exit_after(0.0, REPLACE)
+        exit_after(0.0, lambda: REPLACE)
         self.registry.refuse_all()
         self.loop.call_later(_TICK_SECONDS, exit_process, REPLACE)  # after the frames are sent
-
-    def _exit_after(self, seconds: float, status: int) -> None:
-        """Exit after some seconds even if the event loop is blocked."""
-        timer = threading.Timer(
-            seconds + CLOSE_SECONDS + _SPARE_SECONDS, partial(exit_process, status)
-        )
-        timer.daemon = True
-        timer.start()

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from enginery.serve.lifecycle import Activity
+from enginery.serve.http.lifecycle import Activity
 from enginery.serve.observability.record import CLIENT_CLOSED_REQUEST, RequestRecord
 
 if TYPE_CHECKING:

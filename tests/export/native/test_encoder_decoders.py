@@ -5,6 +5,7 @@ import numpy as np
 import onnx
 import pytest
 
+from benchmarks.model_types import save_model
 from enginery import export_model, load_model, validate_model
 from enginery.core.errors import ExportError
 from enginery.core.versions import TRANSFORMERS5, transformers_family
@@ -56,6 +57,24 @@ def test_sounds_become_the_tokens_of_pytorch(tmp_path, home):
     assert artifact.manifest.task == "automatic-speech-recognition-with-past"
     cases = {"language": {"language": "fr"}, "beams": {"num_beams": 4}}
     test_whisper.assert_equal(source, artifact, cases)
+
+
+@pytest.mark.more
+def test_waves_become_fewer_states(tmp_path, home):
+    task = "automatic-speech-recognition-with-past"
+    source = save_model("moonshine", task, tmp_path / "model")
+    artifact = export_model(str(source), task=task)
+    decoder, encoder = artifact.manifest.graphs
+    assert [(spec.name, spec.dims) for spec in encoder.inputs] == [
+        ("input_values", ("batch", "num_samples"))
+    ]
+    assert encoder.sample_sizes["num_samples"] >= 16_000
+    cross = {spec.name: spec.dims for spec in decoder.inputs}["past_key_values.0.encoder.key"]
+    assert cross[2] == "encoder_sequence"
+    report = validate_model(artifact, effort="quick")
+    assert report.passed, report.summary
+    decoded = [case for case in report.cases if case.kind == "decoding"]
+    assert decoded, "the decoder has not run with its cache"
 
 
 def test_graphs_have_the_files_names_and_dims_of_arranged_ones(tiny_model, home):

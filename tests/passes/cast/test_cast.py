@@ -244,6 +244,20 @@ def test_angles_of_positions_stay_fp32(tmp_path):
     np.testing.assert_allclose(after, before, atol=1e-3)
 
 
+def test_points_in_an_image_stay_fp32(tmp_path):
+    # Beyond 512 pixels FP16 has steps of half a pixel: of 700.3 and 700.4 it makes one number.
+    text = """g (float[b, 2] input_points, float[b, 2] x) => (float[b, 2] y) {
+      shape = Shape (input_points)  zeros = Expand (zero, shape)  p = Add (input_points, zeros)
+      size = Shape (p)  r = Reshape (p, size)  a = Mul (r, rate)  s = Sin (a)  y = Mul (x, s) }"""
+    weights = {"rate": np.float32(3), "zero": np.float32(0)}
+    points, x = np.float32([[700.3, 12.7], [700.4, 999.9]]), np.ones((2, 2), np.float32)
+    model = graph(text, **weights)
+    cast_graph(model, "fp16")
+    before = run(saved(graph(text, **weights), tmp_path / "a.onnx"), input_points=points, x=x)[0]
+    after = run(saved(model, tmp_path / "b.onnx"), input_points=points, x=x)[0]
+    np.testing.assert_allclose(after, before, atol=1e-3)
+
+
 def test_quantized_graph_keeps_int8_and_gets_fp16_scales(tmp_path):
     text = """g (float[2, 4] x) => (float[2, 4] y) {
       q = QuantizeLinear (x, sx, zero)  d = DequantizeLinear (q, sx, zero)

@@ -13,9 +13,11 @@ import pytest
 from PIL import Image
 
 from enginery.core.errors import ArtifactError, InputError
+from enginery.export.side_files import name_pillow_processor
 from enginery.runtime.image.files import FORMATS
 from enginery.runtime.image.processor import ImageProcessor, load_image
 from enginery.runtime.model import load_model
+from tests.environments import needs_transformers5
 from tests.tiny import IMAGE_KINDS, with_more
 from tests.tolerances import LARGER, OUTPUTS, SCORES
 
@@ -142,6 +144,33 @@ def test_pixels_equal_transformers(tmp_path, module, name, settings):
         assert found.dtype == np.float32
         assert found.shape == expected.shape
         np.testing.assert_array_equal(found, expected)
+
+
+@needs_transformers5
+@pytest.mark.parametrize("settings", [case[2] for case in PROCESSORS if case[1] == "Donut"])
+def test_pixels_of_donut_are_those_of_transformers_5(tmp_path, settings):
+    module = "transformers.models.donut.image_processing_pil_donut"
+    reference = importlib.import_module(module).DonutImageProcessorPil(**settings)
+    reference.save_pretrained(tmp_path)
+    name_pillow_processor(tmp_path)
+    processor = ImageProcessor.open(tmp_path)
+    for height, width in SIZES:
+        image = Image.fromarray(photo(height, width))
+        expected = reference(image, return_tensors="np")["pixel_values"][0]
+        np.testing.assert_array_equal(processor(image), expected)
+
+
+def test_donut_shrinks_in_three_ways(tmp_path):
+    settings = {"size": {"height": 256, "width": 192}, "resample": 2}
+    image = Image.fromarray(photo(150, 1500))
+    pixels = {}
+    for ending in ("", "Fast", "Pil"):
+        document = {"image_processor_type": f"DonutImageProcessor{ending}", **settings}
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(document))
+        pixels[ending] = ImageProcessor.open(tmp_path)(image)
+    # The slow class skips pixels where an image shrinks much, and the newest filters linearly.
+    assert np.abs(pixels[""] - pixels["Fast"]).max() > 0
+    assert np.abs(pixels["Fast"] - pixels["Pil"]).max() > 0
 
 
 @pytest.mark.parametrize("step", ["do_resize", "do_rescale", "do_normalize", "do_center_crop"])

@@ -15,12 +15,11 @@ import httpx
 import numpy as np
 import psutil
 import pytest
-import uvicorn
 
 from enginery.core.errors import OptionError
 from enginery.runtime.model import load_model
 from enginery.serve.config import ServeConfig, check_options, gpu_ids
-from enginery.serve.server import DeviceWorker, plan_devices
+from enginery.serve.server import plan_devices
 from tests.serve.processes import gone, wait_until
 from tests.serve.test_service import WAIT, serving
 from tests.tolerances import OUTPUTS
@@ -191,11 +190,15 @@ def test_worker_that_replaces_another_listens_when_it_can_answer(exported):
 
 @pytest.mark.more
 def test_draining_answers_what_was_sent(exported):
+    """The device process runs what the fronts accept until they have ended."""
     path = exported("bert", "feature-extraction").path
-    with serving(path, options=FRONTS) as server:
+    with serving(path, options=(*FRONTS, "--drain-delay", "1")) as server:
         clients = Clients(server.url, 8, {"inputs": ["the pump runs"] * 40})
         wait_until(lambda: clients.statuses[200] > 10)
         server.process.terminate()
+        server.says("draining", times=2)
+        answered = clients.statuses[200]
+        wait_until(lambda: clients.statuses[200] > answered + 10)
         time.sleep(0.5)
         clients.stop()
         assert server.process.wait(WAIT) == 0
@@ -302,12 +305,3 @@ def test_systems_that_cannot_fork_have_one_process(monkeypatch):
         plan_devices(ServeConfig(fronts=2), CPU, {})
     with pytest.raises(OptionError, match="'gpus' is set, but a server on this"):
         plan_devices(ServeConfig(gpus="0"), CUDA, {})
-
-
-@pytest.mark.parametrize(("flag", "ends"), [(None, True), ([0], False), ([1], True)])
-def test_device_process_waits_for_its_fronts_if_the_server_may_end(flag, ends):
-    """A spawned process cannot see whether the server or it alone is to end."""
-    worker = DeviceWorker(
-        lambda **_: None, uvicorn.Config(lambda: None), ServeConfig(), flag, others=()
-    )
-    assert worker._server_ends() is ends

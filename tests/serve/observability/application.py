@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from enginery.serve.app import answer_shutting_down
 from enginery.serve.batching.scheduler import Timings
-from enginery.serve.lifecycle import Activity
+from enginery.serve.http.lifecycle import Activity
 from enginery.serve.observability.middleware import ObservabilityMiddleware
 from enginery.serve.observability.record import RequestRecord
 

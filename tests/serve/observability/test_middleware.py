@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from enginery.serve.app import answer_shutting_down
-from enginery.serve.lifecycle import Activity
+from enginery.serve.http.lifecycle import Activity
 from enginery.serve.observability.middleware import ObservabilityMiddleware
 from tests.serve.observability.application import TIMINGS, App, ask, scope
 

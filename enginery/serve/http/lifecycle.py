@@ -9,10 +9,9 @@
 other ASGI servers there is none, because those handle signals and exit themselves.
 
 SIGTERM and SIGINT drain the server: it reports at once that it is not ready, accepts new
-connections for `drain_delay` seconds, and answers all requests that clients have sent by then,
-including those on connections that wait in the kernel. Requests that still run after `grace`
-seconds are cancelled and answered with 503. A second SIGINT cancels at once. SIGHUP reloads the
-models.
+connections for `drain_delay` seconds, and answers all requests on those. Requests that still run
+after `grace` seconds are cancelled and answered with 503. A second SIGINT cancels at once. SIGHUP
+reloads the models.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -32,13 +30,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from enginery.core.errors import EngineryError
 from enginery.serve.config import ServeConfig
-from enginery.serve.http_sockets import Acceptor, drop_new_connections
+from enginery.serve.http.listener import Listener
 
 if TYPE_CHECKING:
     from uvicorn import Server
 
-STARTUP_FAILURE = 3
-"""Exit status of a worker that cannot start: uvicorn's own, on which the parent stops."""
+CANNOT_START = 2
+"""Exit status of a process that cannot load its models; if it is the first of its kind, also of the
+server."""
 REPLACE = 70
 """Exit status of a worker that needs to be replaced: EX_SOFTWARE of sysexits.h."""
 INTERRUPTED = 128 + signal.SIGINT
@@ -46,14 +45,20 @@ INTERRUPTED = 128 + signal.SIGINT
 CLOSE_SECONDS = 5.0
 """Maximum time to free the models at shutdown."""
 
+SIGNALS: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT)
+"""The signals that a server handles; SIGHUP is unknown to Windows."""
+if sys.platform != "win32":
+    SIGNALS += (signal.SIGHUP,)
+
 _TICK_SECONDS = 0.02
 _QUIET_TICKS = 15
 """Number of iterations of the event loop without a running or new request after which a draining
 server exits; until then a client may send its next request. Iterations are counted instead of
 seconds, because only an iteration reads new data, and another thread may hold the GIL for
 seconds."""
-_HANDSHAKE_SECONDS = 0.2
-"""Time to establish the connections that clients have begun before the server stops listening."""
+_ACCEPT_SECONDS = 0.2
+"""Minimum time to accept the connections that wait in the kernel, which are reset when the last
+process stops listening."""
 _CANCEL_SECONDS = 1.0
 """Maximum time to answer cancelled requests with 503."""
 _FLUSH_SECONDS = 1.0
@@ -78,20 +83,34 @@ class Activity:
 
 @dataclass(frozen=True)
 class Supervision:
-    """How a worker process starts and ends together with its parent process."""
+    """How a worker process starts and ends beside others."""
 
-    supervised: bool
+    is_supervised: bool = False
     """A parent process replaces this one when it exits."""
-    startup_status: int = STARTUP_FAILURE
-    """Exit status for `fail_startup`."""
-    loads_first: bool = False
-    """Load the models before the process listens."""
-    may_listen: Callable[[], bool] = lambda: True
-    """Returns True once a process that `loads_first` may listen."""
-    on_loaded: Callable[[], object] = lambda: None
-    """Called once the models are loaded."""
-    server_ends: Callable[[], bool] = lambda: True
-    """Returns True if the whole server shuts down, not only this process."""
+    is_first: bool = True
+    """The process answers health routes while the models of all load."""
+    first_is_loaded: Any = None
+    """Shared memory whose `value` is 1 once the first process has loaded its models; None if there
+    are no others."""
+
+    @property
+    def may_listen(self) -> bool:
+        """True once a process that `loads_first` may listen."""
+        return self.first_is_loaded is None or self.first_is_loaded.value == 1
+
+    @property
+    def loads_first(self) -> bool:
+        """True if the process loads its models before it listens, beside others that may be ready.
+
+        Until the first process is ready it answers 503, and so would the server to some requests if
+        others were ready before it.
+        """
+        return self.first_is_loaded is not None and (self.may_listen or not self.is_first)
+
+    def report_loaded(self) -> None:
+        """Let the other processes listen if this is the first one."""
+        if self.is_first and self.first_is_loaded is not None:
+            self.first_is_loaded.value = 1
 
 
 class ProcessLifecycle:
@@ -100,19 +119,19 @@ class ProcessLifecycle:
     def __init__(
         self,
         server: Server,
-        sockets: Sequence[socket.socket],
+        listener: Listener,
         config: ServeConfig,
         supervision: Supervision,
     ) -> None:
-        """Block SIGTERM, SIGINT and SIGHUP until `start`, so that none is lost until then.
+        """Create the lifecycle. Signals should be blocked until `start`; see `block_signals`.
 
         Args:
             server: the uvicorn server, whose loop does not run yet.
-            sockets: the listening sockets, which are closed when the process drains.
+            listener: what it listens on, which is closed when the process drains.
             config: the options; `grace`, `drain_delay` and `processes` are used.
             supervision: whether it has a parent process, and what it agrees on with it.
         """
-        self._server, self._sockets, self._config = server, sockets, config
+        self._server, self._listener, self._config = server, listener, config
         self.supervision = supervision
         self.draining = asyncio.Event()
         """Set once the process drains."""
@@ -124,9 +143,6 @@ class ProcessLifecycle:
         self._shutdown_task: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._acceptor: Acceptor | None = None
-        self._is_listening = True
-        self._mask(block=True)
 
     def start(
         self,
@@ -144,22 +160,23 @@ class ProcessLifecycle:
         """
         self._begin_drain, self._reload, self._activity = begin_drain, reload, activity
         self._loop = asyncio.get_running_loop()
-        for number, handler in self._handlers().items():
+        handlers = (self._handle_sigterm, self._handle_sigint, self._handle_sighup)
+        for number, handler in zip(SIGNALS, handlers, strict=False):
             try:
                 self._loop.add_signal_handler(number, handler)
             except NotImplementedError:  # Windows
                 call = partial(self._loop.call_soon_threadsafe, handler)
                 signal.signal(number, lambda *_, call=call: call())
-        self._mask(block=False)
+        block_signals(block=False)
 
     def fail_startup(self, error: Exception) -> NoReturn:
         """Log why the models cannot be served, and exit. Call this from any task or thread.
 
-        If a first worker cannot start, the parent exits with status 2. A worker that replaces
-        another one is started again, because the cause may be temporary.
+        If a first worker cannot start, the parent exits, too. A worker that replaces another one is
+        started again, because the cause may be temporary.
         """
         log_failed_startup(error)
-        exit_process(self.supervision.startup_status)
+        exit_process(CANNOT_START)
 
     def replace(self, reason: str, refuse_all: Callable[[], object] | None = None) -> None:
         """Exit, so that the parent starts another process. Call this from any thread.
@@ -172,7 +189,7 @@ class ProcessLifecycle:
             reason: what happened, for the log.
             refuse_all: answers running requests with 503; those that remain are cancelled.
         """
-        if self.supervision.supervised and self._loop is not None:
+        if self.supervision.is_supervised and self._loop is not None:
             self._loop.call_soon_threadsafe(self._replace, reason, refuse_all)
 
     def reload_all_processes(self) -> None:
@@ -195,37 +212,17 @@ class ProcessLifecycle:
         try:
             with asyncio.Runner(loop_factory=self._server.config.get_loop_factory()) as runner:
                 runner.run(self._serve())
-        except SystemExit as ended:  # raised by uvicorn if the application did not start
-            status = ended.code if isinstance(ended.code, int) else 1
-            if status == STARTUP_FAILURE:
-                status = self.supervision.startup_status
+        except SystemExit:  # raised by uvicorn if the application did not start
+            status = CANNOT_START
         except BaseException:
             _log.exception("the server failed")
         finally:
             exit_process(status)
 
     async def _serve(self) -> None:
-        if sys.platform == "win32":
-            await self._server.serve(list(self._sockets))
-        else:
-            self._spawn(self._accept())
-            await self._server.serve([])
+        await self._listener.serve()
         # Exit here: asyncio.Runner would wait for the threads of its executor.
         exit_process(self._status)
-
-    def _handlers(self) -> dict[int, Callable[[], None]]:
-        handlers: dict[int, Callable[[], None]] = {
-            signal.SIGTERM: self._handle_sigterm,
-            signal.SIGINT: self._handle_sigint,
-        }
-        if sys.platform != "win32":
-            handlers[signal.SIGHUP] = self._handle_sighup
-        return handlers
-
-    def _mask(self, *, block: bool) -> None:
-        if sys.platform != "win32":
-            how = signal.SIG_BLOCK if block else signal.SIG_UNBLOCK
-            signal.pthread_sigmask(how, self._handlers())
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
@@ -237,7 +234,7 @@ class ProcessLifecycle:
         if self._shutdown_task is None:
             _log.info("draining")
             self._turn_unready()
-            self._exit_after(self._config.drain_delay + self._config.grace)
+            exit_after(self._config.drain_delay + self._config.grace, lambda: self._status)
             self._shutdown_task = self._spawn(self._drain())
 
     def _handle_sigint(self) -> None:
@@ -260,21 +257,12 @@ class ProcessLifecycle:
         _log.warning("ending at once: %s", reason)
         if self._shutdown_task is not None:
             self._shutdown_task.cancel()
-        self._exit_after(0.0)
+        exit_after(0.0, lambda: self._status)
         self._shutdown_task = self._spawn(self._finish(0.0, refuse_all))
 
     def _handle_sighup(self) -> None:
-        self._spawn(self._do_reload())
-
-    async def _do_reload(self) -> None:
-        if self._reload is None:
-            return
-        try:
-            await self._reload()
-        except EngineryError as error:
-            _log.error("not reloaded: %s", error)
-        except Exception:
-            _log.exception("reloading failed")
+        if self._reload is not None:
+            self._spawn(log_errors(self._reload()))
 
     def _turn_unready(self) -> None:
         self._activity.draining = True
@@ -286,60 +274,14 @@ class ProcessLifecycle:
         until = loop.time() + self._config.drain_delay + self._config.grace
         while not self._server.started:  # a signal came before it listens
             await asyncio.sleep(_TICK_SECONDS)
-        await asyncio.sleep(self._config.drain_delay)
-        await self._accept_pending()
+        await asyncio.sleep(max(self._config.drain_delay, _ACCEPT_SECONDS))
+        self._listener.close()
         quiet, last = 0, self._activity.last_request_at
         while quiet < _QUIET_TICKS and loop.time() < until:
             await asyncio.sleep(_TICK_SECONDS)
             began, last = self._activity.last_request_at != last, self._activity.last_request_at
             quiet = 0 if began or self._activity.in_flight else quiet + 1
         await self._finish(until - loop.time())
-
-    async def _accept_pending(self) -> None:
-        """Stop listening, and accept the connections that wait in the kernel.
-
-        Closing a listening socket resets waiting connections, whose requests may already be here,
-        and those that are being established.
-        """
-        if self.supervision.server_ends():  # else the next process accepts new connections
-            for listener in self._sockets:
-                drop_new_connections(listener)
-            await asyncio.sleep(_HANDSHAKE_SECONDS)
-        waiting = [listener.dup() for listener in self._sockets]
-        self._stop_listening()
-        for listener in waiting:
-            listener.setblocking(False)
-        await self._acceptor_of(waiting).accept_waiting()
-        for listener in waiting:
-            listener.close()
-
-    async def _accept(self) -> None:
-        """Accept connections once the application has started."""
-        while not self._server.started:
-            await asyncio.sleep(_TICK_SECONDS)
-        if not self._is_listening:
-            return
-        self._acceptor = self._acceptor_of(self._sockets)
-        self._acceptor.start()
-
-    def _acceptor_of(self, sockets: Sequence[socket.socket]) -> Acceptor:
-        return Acceptor(sockets, self._new_connection, self._server.server_state.connections)
-
-    def _stop_listening(self) -> None:
-        self._is_listening = False
-        if self._acceptor is not None:
-            self._acceptor.stop()
-        for server in self._server.servers:
-            server.close()
-        for listener in self._sockets:
-            listener.close()
-
-    def _new_connection(self) -> asyncio.Protocol:
-        server = self._server
-        make: Callable[..., asyncio.Protocol] = server.config.http_protocol_class
-        return make(
-            config=server.config, server_state=server.server_state, app_state=server.lifespan.state
-        )
 
     async def _finish(
         self, remaining_seconds: float, refuse_all: Callable[[], object] | None = None
@@ -352,7 +294,7 @@ class ProcessLifecycle:
         """
         while not self._server.started:
             await asyncio.sleep(_TICK_SECONDS)
-        self._stop_listening()
+        self._listener.close()
         state = self._server.server_state
         if refuse_all is not None:
             refuse_all()
@@ -368,20 +310,26 @@ class ProcessLifecycle:
         self._server.config.timeout_graceful_shutdown = max(1, round(remaining_seconds))
         self._server.should_exit = True
 
-    def _exit_after(self, seconds: float) -> None:
-        """Exit after some seconds even if the event loop is blocked.
-
-        If a provider's code holds the GIL, only the parent can end the process.
-        """
-        seconds += _CANCEL_SECONDS + CLOSE_SECONDS + _SPARE_SECONDS
-        timer = threading.Timer(seconds, lambda: exit_process(self._status))
-        timer.daemon = True
-        timer.start()
-
     @staticmethod
     async def _wait_for(tasks: Sequence[asyncio.Task[None]]) -> None:
         if tasks:
             await asyncio.wait(tasks, timeout=_CANCEL_SECONDS)
+
+
+def block_signals(*, block: bool = True) -> None:
+    """Block `SIGNALS`, so that none is lost until they can be handled; or let them through."""
+    if sys.platform != "win32":
+        signal.pthread_sigmask(signal.SIG_BLOCK if block else signal.SIG_UNBLOCK, SIGNALS)
+
+
+async def log_errors(reloading: Awaitable[object]) -> None:
+    """Wait until the models are reloaded, and log why they cannot be."""
+    try:
+        await reloading
+    except EngineryError as error:
+        _log.error("not reloaded: %s", error)
+    except Exception:
+        _log.exception("reloading failed")
 
 
 def log_failed_startup(error: Exception) -> None:
@@ -390,6 +338,17 @@ def log_failed_startup(error: Exception) -> None:
         _log.error("%s", error)
     else:
         _log.error("loading the models failed", exc_info=error)
+
+
+def exit_after(seconds: float, status: Callable[[], int]) -> None:
+    """Exit some time after `seconds` even if the event loop is blocked.
+
+    If a provider's code holds the GIL, only the parent can end the process.
+    """
+    seconds += _CANCEL_SECONDS + CLOSE_SECONDS + _SPARE_SECONDS
+    timer = threading.Timer(seconds, lambda: exit_process(status()))
+    timer.daemon = True
+    timer.start()
 
 
 def exit_process(status: int) -> NoReturn:

@@ -8,15 +8,16 @@ import time
 import pytest
 import uvicorn
 
-from enginery.serve import http_protocol
 from enginery.serve.config import ServeConfig
-from enginery.serve.http_protocol import (
+from enginery.serve.http import protocol as http_protocol
+from enginery.serve.http.protocol import (
     MAX_HEAD_BYTES,
     MAX_HEADERS,
     MAX_WAITING_REQUESTS,
+    JoiningTransport,
     LimitedProtocol,
 )
-from enginery.serve.http_sockets import Acceptor, bind
+from enginery.serve.http.sockets import bind
 from enginery.serve.server import uvicorn_config
 
 HEAD = b"GET /now HTTP/1.1\r\nhost: a\r\n"
@@ -224,57 +225,51 @@ def test_body_that_arrives_slowly_has_time_for_its_size(served, monkeypatch):
     assert everything(client).endswith(b"60")
 
 
-def test_connections_wait_while_no_more_files_can_be_opened(caplog):
-    """The server says so once, closes connections that idle, and answers those that wait."""
+class Sent:
+    """A transport that notes what is written."""
 
-    async def whole():
-        (listener,) = bind("127.0.0.1", 0)
-        loop, protocols = asyncio.get_running_loop(), set()
+    def __init__(self):
+        self.pieces = []
 
-        class Answering(asyncio.Protocol):
-            idle_since = None
+    def write(self, data):
+        self.pieces.append(data)
 
-            def connection_made(self, transport):
-                self.transport = transport
-                protocols.add(self)
-                transport.write(b"here")
+    def close(self):
+        self.pieces.append("closed")
 
-            def connection_lost(self, _):
-                protocols.discard(self)
+    def is_closing(self):
+        return "closed" in self.pieces
 
-        acceptor = Acceptor([listener], Answering, protocols)
-        acceptor._max_connections = 4
-        acceptor.start()
-        address = listener.getsockname()
-        clients = [await asyncio.open_connection(*address) for _ in range(10)]
-        for reader, _ in clients[:4]:
-            assert await reader.readexactly(4) == b"here"
-        await asyncio.sleep(0.25)  # two more attempts
-        assert len(protocols) == 4
-        for protocol in list(protocols)[:2]:
-            protocol.idle_since = loop.time() - 60
-        for reader, _ in clients[4:6]:
-            assert await reader.readexactly(4) == b"here"
-        for _, writer in clients[:4]:
-            writer.close()
-        for reader, _ in clients[6:8]:
-            assert await reader.readexactly(4) == b"here"
-        acceptor._max_connections = 100
-        for reader, _ in clients[8:]:
-            assert await reader.readexactly(4) == b"here"
-        acceptor.stop()
-        late = socket.create_connection(address, timeout=10)
-        await acceptor.accept_waiting()
-        assert late.recv(4) == b"here"
-        late.close()
-        for _, writer in clients[4:]:
-            writer.close()
-        while protocols:
-            for protocol in list(protocols):
-                protocol.transport.close()
-            await asyncio.sleep(0.01)
-        listener.close()
 
-    asyncio.run(whole())
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "ulimit -n" in caplog.text
+def test_head_and_body_are_sent_in_one_piece():
+    async def scenario():
+        sent = Sent()
+        transport = JoiningTransport(sent, asyncio.get_running_loop())
+        transport.write(b"head")
+        transport.write(b"body")
+        assert sent.pieces == []
+        await asyncio.sleep(0)
+        assert sent.pieces == [b"headbody"]
+        transport.write(b"event")  # of a stream, long before the next one
+        await asyncio.sleep(0)
+        transport.write(b"last")
+        assert not transport.is_closing()
+        transport.close()
+        assert transport.is_closing()
+        await asyncio.sleep(0)
+        return sent.pieces
+
+    assert asyncio.run(scenario()) == [b"headbody", b"event", b"last", "closed"]
+
+
+def test_nothing_is_sent_after_the_client_has_reset_the_connection():
+    async def scenario():
+        sent = Sent()
+        transport = JoiningTransport(sent, asyncio.get_running_loop())
+        transport.write(b"head")
+        sent.close()  # by the event loop
+        await asyncio.sleep(0)
+        transport.close()
+        return sent.pieces
+
+    assert asyncio.run(scenario()) == ["closed", "closed"]

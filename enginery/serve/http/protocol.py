@@ -12,12 +12,11 @@ import contextlib
 import http
 import json
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
-from enginery.serve.http_sockets import JoiningTransport
 
 MAX_HEAD_BYTES = 65_536
 """Maximum size of a request line with its headers; also of trailers, or of a chunk's extensions."""
@@ -41,12 +40,58 @@ class _BeyondLimitError(Exception):
     """Ends the parsing of a request; httptools reports it as an error of its callback."""
 
 
+class JoiningTransport:
+    """A transport that sends what is written in one turn of the event loop in one piece.
+
+    uvicorn writes the head of a response and its body one after the other, each with a system call.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._held: list[bytes] = []
+
+    def __getattr__(self, name: str) -> Any:
+        """Return any other attribute of the transport."""
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """Send data before the event loop waits for events."""
+        if not self._held:
+            self._loop.call_soon(self._send)
+        self._held.append(data)
+
+    def write_eof(self) -> None:
+        """Send what was written, and say that nothing follows."""
+        self._send()
+        self._transport.write_eof()
+
+    def close(self) -> None:
+        """Send what was written, and close the connection."""
+        self._send()
+        self._transport.close()
+
+    def _send(self) -> None:
+        if self._held:
+            held, self._held = self._held, []
+            if not self._transport.is_closing():  # the client may have reset the connection
+                self._transport.write(b"".join(held))
+
+
 class LimitedProtocol(HttpToolsProtocol):
     """The protocol of one connection."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        """Create the protocol; see `HttpToolsProtocol`."""
+    def __init__(
+        self, *args: Any, on_connection: Callable[[], object] = lambda: None, **options: Any
+    ) -> None:
+        """Create the protocol; see `HttpToolsProtocol`.
+
+        Args:
+            *args: see `HttpToolsProtocol`.
+            on_connection: called once the connection is established.
+            **options: see `HttpToolsProtocol`.
+        """
         super().__init__(*args, **options)
+        self._on_connection = on_connection
         self._refusal: tuple[int, str] | None = None
         """Status and message for a request that was rejected; nothing is parsed after it."""
         self._head_bytes = self._headers = 0
@@ -68,6 +113,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.timeout_keep_alive, self.timeout_keep_alive_handler
         )
         self.idle_since = self.loop.time()
+        self._on_connection()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
