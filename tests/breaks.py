@@ -348,14 +348,14 @@ BREAKS = (
         "tests/validate/test_embeddings.py",
     ),
     Break(
-        "validate/stage.py",
+        "validate/verdict.py",
         "        and not weights.differences\n",
         "",
         "weights that differ from the model's do not fail the validation",
         "tests/validate/test_weights.py",
     ),
     Break(
-        "validate/stage.py",
+        "validate/verdict.py",
         "return bool(graphs) and graphs == compared and all(",
         "return bool(graphs) and all(",
         "a graph that was compared on no input passes",

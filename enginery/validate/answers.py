@@ -17,8 +17,8 @@ Texts that are generated are compared in `generation.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +61,13 @@ from enginery.runtime.tasks.results import to_plain
 from enginery.runtime.tasks.task import Row, Task, UnreadableOutputsError
 from enginery.runtime.tasks.zero_shot_images import ZeroShotImages
 from enginery.runtime.text.tokenizer import TEXT_INPUTS
-from enginery.validate.compare import ComparisonLimits
+from enginery.validate.compare import ComparisonLimits, Run
+from enginery.validate.context import ValidationContext
+from enginery.validate.findings import Findings
 from enginery.validate.metrics.differences import compute_differences
 from enginery.validate.objects import ObjectLimits, compare_objects
 from enginery.validate.reference import LastStep, Reference
 from enginery.validate.segments import Segments, as_segments, compare_segments
-
-RunGraph = Callable[[Feeds], dict[str, NDArray[Any]]]
 
 _REFERENCES = {
     "classify": "transformers' text-classification pipeline",
@@ -187,39 +187,27 @@ class AnswerLimits:
         return math.sqrt(2 * max(1 - cosine, 0.0))
 
 
-@dataclass
+@dataclass(frozen=True)
 class RawAnswerComparison:
-    """What the comparison has found so far."""
+    """How the answers of one graph to raw inputs compare."""
 
-    graph: str
-    kind: str
-    compared: set[str] = field(default_factory=set)
-    refused: dict[str, str] = field(default_factory=dict)
+    compared: set[str]
+    refused: dict[str, str]
     """Name of an input -> the error with which the artifact refuses it."""
-    rejected: dict[str, str] = field(default_factory=dict)
+    rejected: dict[str, str]
     """Name of an input -> the error with which the reference rejects it."""
-    problems: dict[str, str] = field(default_factory=dict)
+    problems: dict[str, str]
     """Name of an input -> how its answer differs."""
-    largest: float = 0.0
+    largest: float
 
-    def add(self, name: str, where: str, difference: Difference) -> None:
-        """Add the answer to an input, and keep the first problem of each."""
-        self.compared.add(name)
-        self.largest = max(self.largest, difference.size)
-        if difference.problem and name not in self.problems:
-            self.problems[name] = f"{where}, {difference.problem}"
-
-    def cases(self) -> list[ValidationCaseResult]:
+    def cases(self, graph: str) -> list[ValidationCaseResult]:
         """Return a failed case for each input that is answered otherwise."""
-        return [
-            ValidationCaseResult(self.graph, name, "answer", {}, [], problem)
-            for name, problem in self.problems.items()
-        ]
+        return [_case(graph, name, problem) for name, problem in self.problems.items()]
 
-    def metrics(self, inputs: int) -> AnswerMetrics:
+    def metrics(self, kind: str, inputs: int) -> AnswerMetrics:
         """Return the figures for the report."""
         return AnswerMetrics(
-            reference=_REFERENCES[self.kind],
+            reference=_REFERENCES[kind],
             inputs=inputs,
             compared=len(self.compared),
             failed=len(self.problems),
@@ -229,93 +217,78 @@ class RawAnswerComparison:
         )
 
 
-@dataclass(frozen=True)
-class AnswerResults:
-    """The outcome for the report."""
-
-    cases: list[ValidationCaseResult] = field(default_factory=list)
-    metrics: AnswerMetrics | None = None
-    not_compared: str = ""
-    """Reason why nothing was compared."""
-
-
 def compare_answers(
-    reference: Reference,
+    context: ValidationContext,
     record: GraphRecord,
     runner: OrtRunner,
-    limits: ComparisonLimits,
     results: Sequence[ValidationCaseResult],
-    scratch: Path,
-) -> AnswerResults:
+) -> Findings:
     """Compare the answers of an artifact with one graph to raw inputs.
 
-    Args:
-        reference: the reference.
-        record: the graph.
-        runner: the open graph.
-        limits: the limits of its outputs.
-        results: its results so far, which have the noise floors.
-        scratch: directory for PyTorch's outputs.
+    The graph's results so far have the noise floors.
 
     Raises:
         ExportError: PyTorch cannot load the source.
         UntrustedModelError: the source needs a permission that was not given, or is malicious.
         ProviderError: the graph fails.
     """
-    artifact = reference.artifact
-    if is_generating(artifact.manifest.task):
-        return AnswerResults()
-    kind, obstacle = _kind(reference, record)
+    artifact, scratch = context.artifact, context.scratch / "raw"
+    manifest = artifact.manifest
+    if is_generating(manifest.task):
+        return Findings()
+    kind, obstacle = _kind(context.reference, record)
     if kind == "tensors" and runner.profiles:
         obstacle = "engines take sizes of their profiles"
     if obstacle:
-        return AnswerResults(not_compared=obstacle)
+        return _not_compared(obstacle)
     inputs = _raw_inputs(artifact, record, kind)
-    manifest = artifact.manifest
     exact = manifest.precision != "fp32" or manifest.is_quantized
-    with reference.open_pytorch(record.file) as model:
+    with context.reference.open_pytorch(record.file) as model:
+        items = [raw.item for raw in inputs]
         try:
-            expected = model.answers(
-                kind, [raw.item for raw in inputs], scratch / "reference-answers"
-            )
+            expected = model.answers(kind, items, scratch / "reference-answers")
         except InputError as error:
-            return AnswerResults(not_compared=f"{_REFERENCES[kind]}: {error.message}")
-        comparison = RawAnswerComparison(record.file, kind)
-        for raw, answer in zip(inputs, expected, strict=True):
-            if answer["problem"]:
-                comparison.rejected[raw.name] = answer["problem"]
-        if len(comparison.rejected) == len(inputs):
-            return AnswerResults(
-                not_compared=f"{_REFERENCES[kind]} rejects all inputs: {expected[0]['problem']}"
-            )
-        run: RunGraph = runner
+            return _not_compared(f"{_REFERENCES[kind]}: {error.message}")
+        if all(answer["problem"] for answer in expected):
+            reason = expected[0]["problem"]
+            return _not_compared(f"{_REFERENCES[kind]} rejects all inputs: {reason}")
+        run: Run = runner
         if exact:
             run = _TorchGraph(model, LastStep.of(artifact, record), scratch / "answers")
         try:
             side = _open_side(artifact, record, kind, runner, run, as_fp32=exact)
         except ArtifactError as error:
             if kind == "tensors":  # no task promises an answer
-                return AnswerResults(not_compared=error.message)
-            case = ValidationCaseResult(
-                record.file, "answers", "answer", {}, [], f"load_model cannot answer: {error}"
-            )
-            return AnswerResults([case])
-        allowed = AnswerLimits.of(limits, results, exact=exact)
-        _compare(comparison, side, inputs, expected, allowed)
-    cases = comparison.cases()
+                return _not_compared(error.message)
+            case = _case(record.file, "answers", f"load_model cannot answer: {error}")
+            return Findings(cases=(case,))
+        allowed = AnswerLimits.of(context.limits, results, exact=exact)
+        comparison = _compare(side, inputs, expected, allowed)
+    return _judge(record, kind, inputs, comparison)
+
+
+def _judge(
+    record: GraphRecord, kind: str, inputs: Sequence[RawInput], comparison: RawAnswerComparison
+) -> Findings:
+    """Return the result; it fails if the artifact refuses all that the reference answers."""
+    cases = comparison.cases(record.file)
     answered = [raw.name for raw in inputs if raw.name not in comparison.rejected]
     if answered and all(name in comparison.refused for name in answered):
-        refusal = comparison.refused[answered[0]]
+        problem = f"load_model answers nothing: {comparison.refused[answered[0]]}"
         names = {spec.name for spec in record.inputs}
         if "input_ids" in names and not names <= set(TEXT_INPUTS):
             # Boxes of words, for example, which callers of the graph make themselves.
-            return AnswerResults(not_compared=f"load_model answers nothing: {refusal}")
-        cases.append(
-            ValidationCaseResult(
-                record.file, "answers", "answer", {}, [], f"load_model answers nothing: {refusal}"
-            )
-        )
-    return AnswerResults(cases, comparison.metrics(len(inputs)))
+            return _not_compared(problem)
+        cases.append(_case(record.file, "answers", problem))
+    return Findings(cases=tuple(cases), answers=comparison.metrics(kind, len(inputs)))
+
+
+def _not_compared(reason: str) -> Findings:
+    return Findings(notes=(f"answers: not compared: {reason}",))
+
+
+def _case(graph: str, name: str, problem: str) -> ValidationCaseResult:
+    return ValidationCaseResult(graph, name, "answer", {}, [], problem)
 
 
 def _kind(reference: Reference, record: GraphRecord) -> tuple[str, str]:
@@ -453,7 +426,7 @@ class _TaskSide:
 
     task: Task
     batches: BatchRunner
-    run: RunGraph
+    run: Run
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
         """Answer inputs in one batch, if they can share one."""
@@ -512,7 +485,7 @@ class _TensorSide:
 
     record: GraphRecord
     feed: TextFeeder | ImageFeeder | SoundFeeder
-    run: RunGraph
+    run: Run
 
     def __call__(self, values: Sequence[Any]) -> list[dict[str, NDArray[Any]]]:
         """Return the outputs for each input, without the batch's dim and padding."""
@@ -566,7 +539,7 @@ def _open_side(
     record: GraphRecord,
     kind: str,
     runner: OrtRunner,
-    run: RunGraph,
+    run: Run,
     *,
     as_fp32: bool,
 ) -> _TaskSide | _BothSides | _TensorSide:
@@ -619,35 +592,50 @@ def _plain(verb: str, result: Any) -> Any:
 
 
 def _compare(
-    comparison: RawAnswerComparison,
     side: _TaskSide | _BothSides | _TensorSide,
     inputs: Sequence[RawInput],
     expected: Sequence[Mapping[str, Any]],
     limits: AnswerLimits,
-) -> None:
+) -> RawAnswerComparison:
     """Compare each input alone, then all that were answered in one batch."""
+    rejected = {
+        raw.name: answer["problem"]
+        for raw, answer in zip(inputs, expected, strict=True)
+        if answer["problem"]
+    }
+    refused: dict[str, str] = {}
+    problems: dict[str, str] = {}
+    differences: dict[str, float] = {}
+
+    def compare(index: int, where: str, answer: Any) -> None:
+        name = inputs[index].name
+        if not expected[index]["problem"]:
+            difference = _difference(answer, expected[index], limits)
+            differences[name] = max(differences.get(name, 0.0), difference.size)
+            if difference.problem:  # the first of each input is kept
+                problems.setdefault(name, f"{where}, {difference.problem}")
+
     batches: dict[type, list[int]] = {}
     for index, raw in enumerate(inputs):
         try:
             (answer,) = side([raw.value])
         # An ArtifactError is of a graph for other programs, which takes what nothing here makes.
         except (ArtifactError, InputError, ShapeError) as error:
-            comparison.refused[raw.name] = error.message
+            refused[raw.name] = error.message
             continue
         # Pairs have a batch of their own: BART takes as many end tokens in each row.
         batches.setdefault(type(raw.value), []).append(index)
-        if not expected[index]["problem"]:
-            comparison.add(raw.name, "alone", _difference(answer, expected[index], limits))
+        compare(index, "alone", answer)
     for indices in batches.values():
         try:
             answers = side([inputs[index].value for index in indices])
         except EngineryError as error:
-            comparison.problems["a batch"] = f"fails, but not its inputs alone: {error.message}"
+            problems["a batch"] = f"fails, but not its inputs alone: {error.message}"
             continue
         for index, answer in zip(indices, answers, strict=True):
-            if not expected[index]["problem"]:
-                difference = _difference(answer, expected[index], limits)
-                comparison.add(inputs[index].name, "in a batch", difference)
+            compare(index, "in a batch", answer)
+    largest = max(differences.values(), default=0.0)
+    return RawAnswerComparison({*differences}, refused, rejected, problems, largest)
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,11 @@ from enginery.validate.cases.padding import find_padding_mask
 from enginery.validate.cases.sweep import ValidationCase
 from enginery.validate.config import ValidateConfig
 from enginery.validate.embeddings import EmbeddingComparison
+from enginery.validate.findings import Findings
 from enginery.validate.labels import LabelComparison
 from enginery.validate.metrics.budget import (
     AccuracyExpectation,
+    LayerExpectation,
     accuracy_expectation,
 )
 from enginery.validate.metrics.differences import compute_differences
@@ -42,6 +44,8 @@ from enginery.validate.quantized_answers import AnswerComparison
 from enginery.validate.reference import ReferenceOutputs, ReferenceRun
 
 Outputs = dict[str, NDArray[Any]]
+Run = Callable[[Feeds], Outputs]
+"""Runs a graph."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,9 @@ class ComparisonLimits:
     min_cosine: float | None = None
     accuracy: AccuracyExpectation | None = None
     """For a quantized artifact: what all real inputs together must reach."""
+    layers: LayerExpectation | None = None
+    """For a statically quantized artifact: what each layer must reach; None if the user has set the
+    limits."""
     rule: str = ""
     """Origin of the limit, in words."""
     generated_outside_ranges: bool = False
@@ -75,8 +82,12 @@ class ComparisonLimits:
         tolerance = QuantizedTolerance(precision)
         if cosine is not None:
             return cls(tolerance, error, cosine)
-        expected = accuracy_expectation(artifact, own_data=bool(config.data))
-        return cls(tolerance, error, accuracy=expected, rule=expected.describe())
+        own_data = bool(config.data)
+        expected = accuracy_expectation(artifact, own_data=own_data)
+        layers = None
+        if expected.scheme != "dynamic":
+            layers = LayerExpectation.of(artifact, own_data=own_data)
+        return cls(tolerance, error, accuracy=expected, layers=layers, rule=expected.describe())
 
     def where(self, providers: Sequence[Provider]) -> ComparisonLimits:
         """Return the limits for these providers, which may compute FP32 in a lower precision."""
@@ -168,6 +179,24 @@ class RealAnswers:
         if case.labels and self.labels is not None:
             self.labels.add(case.labels, actual, expected)
 
+    def findings(self, limits: ComparisonLimits, *, label_column: str, reference: str) -> Findings:
+        """Return the figures over all real inputs.
+
+        Args:
+            limits: what they must reach.
+            label_column: the column of the labels.
+            reference: name of the reference.
+        """
+        findings = Findings()
+        if self.embeddings is not None:
+            pooled = self.embeddings.metrics(min_cosine=limits.embedding_cosine)
+            findings = replace(findings, embeddings=pooled)
+        if self.answers is not None and limits.accuracy is not None:
+            findings = replace(findings, accuracy=self.answers.metrics(limits.accuracy))
+        if self.labels is not None:
+            findings = replace(findings, labels=self.labels.metrics(label_column, reference))
+        return findings
+
 
 @dataclass(frozen=True)
 class GraphComparison:
@@ -181,7 +210,7 @@ class GraphComparison:
 
     def compare(
         self,
-        run: Callable[[Feeds], Outputs],
+        run: Run,
         record: GraphRecord,
         cases: Sequence[ValidationCase],
     ) -> list[ValidationCaseResult]:

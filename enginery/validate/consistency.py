@@ -561,15 +561,7 @@ def scan_notes(
     *,
     quantized: bool,
 ) -> list[str]:
-    """Return notes on what a scan could not tell, given all cases compared with the reference.
-
-    Args:
-        record: the graph.
-        scanned: the result of its scan.
-        cases: all cases compared with the reference.
-        reference: its name.
-        quantized: the scanned graph computes in INT8.
-    """
+    """Return notes on what a scan could not tell, given all cases compared with the reference."""
     if scanned.reason:
         return [f"{record.file}: batches were not compared with rows alone: {scanned.reason}"]
     if not scanned.deviating or not all(case.passed for case in cases):

@@ -17,11 +17,10 @@ several lengths run at once. Where the two differ, PyTorch decodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -30,7 +29,6 @@ from numpy.typing import NDArray
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import InputError
 from enginery.core.model.feeds import FeedLimits, Feeds, make_feeds
-from enginery.core.progress import Progress
 from enginery.core.shapes import PAST, TensorSpec, dim_terms, dynamic_dims
 from enginery.reports.validation import ValidationCaseResult
 from enginery.runtime.decoder_graphs import (
@@ -43,13 +41,15 @@ from enginery.runtime.decoder_graphs import (
     of_encoder,
     present_name,
 )
+from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 from enginery.validate.cases.sweep import LONGEST, ValidationCase, sweep_sizes
-from enginery.validate.compare import ComparisonLimits, GraphComparison
+from enginery.validate.compare import GraphComparison, Run
 from enginery.validate.config import Effort
-from enginery.validate.reference import ReferenceOutputs, ReferenceRun
+from enginery.validate.context import ValidationContext
+from enginery.validate.findings import Findings, join_findings
+from enginery.validate.reference import ReferenceOutputs
 
 Array = NDArray[Any]
-Run = Callable[[Feeds], dict[str, Array]]
 
 STEPS = 5
 """Tokens after the prompt, one a step."""
@@ -269,6 +269,11 @@ class _Decoder:
         return self._run(self._graphs.later, feeds, resume=True)
 
     @property
+    def graphs(self) -> DecoderGraphs:
+        """The graphs."""
+        return self._graphs
+
+    @property
     def cache(self) -> Feeds:
         """The keys and values that the next step will get, by the names of its inputs."""
         return self._cache
@@ -380,60 +385,31 @@ class _FixedCacheDecoder(_Decoder):
         return np.zeros(spec.shape(sizes), spec.dtype)
 
 
-@dataclass(frozen=True)
-class PromptLengths:
-    """Lengths of the prompts that run at once and token by token."""
-
-    longest: int
-    """Number of tokens that run one by one."""
-    special: Collection[int] = ()
-    """Lengths that run at once, besides powers of two and their neighbours."""
+def open_decoder(context: ValidationContext, file: str) -> OrtRunner:
+    """Open a graph for decoding, on the requested providers."""
+    # Every step has other shapes, so that bound buffers would never be used again.
+    return context.open_runner(file, RunnerOptions(io_binding=False, spinning=False))
 
 
 def find_prompts(
-    graphs: DecoderGraphs,
-    limits: FeedLimits,
-    open_runner: Callable[[str], AbstractContextManager[Run]],
-    lengths: PromptLengths,
-    *,
-    precision: str,
-    seed: int,
-) -> list[tuple[int, int]]:
+    context: ValidationContext, graphs: DecoderGraphs, special: Collection[int]
+) -> tuple[list[tuple[int, int]], Findings]:
     """Return rows and lengths of prompts at which a run at once differs from one token by token.
 
-    Args:
-        graphs: the graphs.
-        limits: limits on their inputs.
-        open_runner: opens the graph of a file.
-        lengths: those of the prompts.
-        precision: the precision of the graphs.
-        seed: random seed for the tokens.
+    Powers of two, their neighbours and `special` lengths run at once. There is a note if the
+    model takes longer prompts.
 
     Raises:
         ProviderError: a graph cannot be loaded.
     """
-    records = (graphs.first, graphs.later, *([graphs.encoder] if graphs.encoder else []))
+    limits, longest = context.feed_limits, _scanned_length(context, graphs)
+    file, fixed = graphs.later.file, _fixed_rows(graphs)
     suspicious: list[tuple[int, int]] = []
-    fixed = _fixed_rows(graphs)
-    with ExitStack() as stack:
-        files = dict.fromkeys(record.file for record in records)
-        runners = {file: stack.enter_context(open_runner(file)) for file in files}
+    with ExitStack() as stack, context.progress.task(f"prompts at once and token by token, {file}"):
+        decoder = _Decoder(graphs, _open_all(context, graphs, stack))
         for rows, limit in dict.fromkeys((fixed or rows, limit) for rows, limit in _BATCHES):
-            length = min(lengths.longest, limit, limits.max_positions)
-            missing = np.resize(_MISSING, rows) if _pads(graphs) and rows > 1 else np.zeros(rows)
-            start = int(missing.max()) + 1
-            if length <= start:
-                continue
-            ids, mask = _draw(graphs, limits, missing, length, seed)
-            tokens = Sequences("", ids, mask, _encoder_feeds(graphs, limits, rows, seed))
-            powers = {2**k + step for k in range(length.bit_length()) for step in (0, 1)}
-            at_once = sorted(n for n in {*powers, *lengths.special, length} if start < n <= length)
-            decoder = _Decoder(graphs, runners)
-            scan = _PromptScan(decoder, graphs, tokens, _SUSPICIOUS.get(precision, 0.2))
-            try:
-                differing = scan.run(start, at_once)
-            except InputError:  # the graph fails: what PyTorch decodes shows it
-                differing = [length]
+            length = min(longest, limit, limits.max_positions)
+            differing = _find_differing(context, decoder, rows, length, special)
             # The shortest prompts, and the longest.
             chosen = [*differing[:_FOLLOWED], *differing[_FOLLOWED:][-1:]]
             suspicious += [(rows, n) for n in chosen if n + STEPS <= limits.max_positions]
@@ -442,14 +418,55 @@ def find_prompts(
                 for n in chosen
                 if n + STEPS > limits.max_positions > STEPS
             ]
-    return list(dict.fromkeys(suspicious))
+    note = (
+        f"{file}: prompts were compared with single tokens up to {longest} of "
+        f"{limits.max_positions} positions"
+    )
+    notes = (note,) if longest < limits.max_positions else ()
+    return list(dict.fromkeys(suspicious)), Findings(notes=notes)
 
 
-def scanned_length(effort: Effort, limits: FeedLimits, graph: Path) -> int:
+def _find_differing(
+    context: ValidationContext,
+    decoder: _Decoder,
+    rows: int,
+    length: int,
+    special: Collection[int],
+) -> list[int]:
+    """Return the lengths at which a batch of prompts of up to `length` tokens differs."""
+    graphs, limits, seed = decoder.graphs, context.feed_limits, context.config.seed
+    missing = np.resize(_MISSING, rows) if _pads(graphs) and rows > 1 else np.zeros(rows)
+    start = int(missing.max()) + 1
+    if length <= start:
+        return []
+    ids, mask = _draw(graphs, limits, missing, length, seed)
+    tokens = Sequences("", ids, mask, _encoder_feeds(graphs, limits, rows, seed))
+    powers = {2**k + step for k in range(length.bit_length()) for step in (0, 1)}
+    at_once = sorted(n for n in {*powers, *special, length} if start < n <= length)
+    limit = _SUSPICIOUS.get(context.artifact.manifest.precision, 0.2)
+    try:
+        return _PromptScan(decoder, tokens, limit).run(start, at_once)
+    except InputError:  # the graph fails: what PyTorch decodes shows it
+        return [length]
+
+
+def _open_all(
+    context: ValidationContext, graphs: DecoderGraphs, stack: ExitStack
+) -> dict[str, Run]:
+    """Open the graphs of a decoder, by their files, until the stack is closed."""
+    records = (graphs.first, graphs.later, *([graphs.encoder] if graphs.encoder else []))
+    # The first and later steps often share a graph, which is opened once.
+    files = dict.fromkeys(record.file for record in records)
+    return {file: stack.enter_context(open_decoder(context, file)) for file in files}
+
+
+def _scanned_length(context: ValidationContext, graphs: DecoderGraphs) -> int:
     """Return the number of tokens that run one by one."""
-    if effort == "normal" and graph.stat().st_size < _SMALL_BYTES:
-        return min(LONGEST, limits.max_positions)
-    return min(_ONE_BY_ONE[effort], limits.max_positions)
+    effort, longest = context.config.effort, context.feed_limits.max_positions
+    file = context.artifact.path / graphs.later.file
+    if effort == "normal" and file.stat().st_size < _SMALL_BYTES:
+        return min(LONGEST, longest)
+    return min(_ONE_BY_ONE[effort], longest)
 
 
 @dataclass(frozen=True)
@@ -457,9 +474,13 @@ class _PromptScan:
     """Compares runs of a prompt at once with the same tokens one by one."""
 
     decoder: _Decoder
-    graphs: DecoderGraphs
     tokens: Sequences
     suspicious: float
+    """Difference, by the largest value, that counts as one."""
+
+    @property
+    def graphs(self) -> DecoderGraphs:
+        return self.decoder.graphs
 
     def run(self, start: int, at_once: Sequence[int]) -> list[int]:
         """Return the lengths of prompts, and of pasts before one token, that differ.
@@ -530,9 +551,7 @@ class _PromptScan:
         return not bool(np.abs(mine - other).max() <= self.suspicious * np.abs(other).max())
 
 
-def usable_decoders(
-    decoders: Sequence[DecoderGraphs],
-) -> tuple[list[DecoderGraphs], list[str]]:
+def usable_decoders(decoders: Sequence[DecoderGraphs]) -> tuple[list[DecoderGraphs], Findings]:
     """Return the decoders of a model that can decode here, and notes on the others."""
     usable, notes = [], []
     for graphs in decoders:
@@ -540,93 +559,79 @@ def usable_decoders(
             notes.append(f"{graphs.later.file}: no tokens were decoded: {obstacle}")
         else:
             usable.append(graphs)
-    return usable, notes
+    return usable, Findings(notes=tuple(notes))
 
 
 def compare_decoding(
+    context: ValidationContext,
     decoders: Sequence[DecoderGraphs],
     sequences: Sequence[Sequences],
-    limits: ComparisonLimits,
-    *,
-    run_reference: Callable[[GraphRecord, Sequence[ValidationCase]], ReferenceRun],
-    open_runner: Callable[[str], AbstractContextManager[Run]],
-    progress: Progress,
-) -> tuple[list[ValidationCaseResult], list[str]]:
-    """Decode the same tokens with PyTorch and with each decoder, and compare every step.
-
-    Args:
-        decoders: usable decoders of one model.
-        sequences: the tokens.
-        limits: the tolerances.
-        run_reference: runs PyTorch on cases, as the reference for a graph.
-        open_runner: opens the graph of a file.
-        progress: receives progress messages.
-
-    Returns:
-        The results, failures included, and notes on graphs that could not decode.
-    """
+) -> Findings:
+    """Decode the same tokens with PyTorch and with each usable decoder, and compare every step."""
     if not decoders:
-        return [], []
+        return Findings()
     cases = [case for tokens in sequences for case in tokens.cases(decoders[0])]
     # One run serves all decoders of a model, because the tokens are the same (teacher forcing).
-    reference = run_reference(decoders[0].later, cases)
+    reference = context.run_reference(
+        decoders[0].later, "decoding", cases, noise=not context.artifact.manifest.is_quantized
+    )
     if not any(expected.files for expected in reference.outputs):
-        return [], [f"no tokens were decoded: {reference.outputs[0].problem}"]
-    comparison = GraphComparison(reference, limits)
-    results: list[ValidationCaseResult] = []
-    notes: list[str] = []
-    for graphs in decoders:
-        records = (graphs.first, graphs.later, *([graphs.encoder] if graphs.encoder else []))
-        with (
-            ExitStack() as stack,
-            progress.task(f"decoding, {graphs.later.file}", total=len(sequences)) as advance,
-        ):
-            # The first and later steps often share a graph, which is opened once.
-            files = dict.fromkeys(record.file for record in records)
-            runners = {file: stack.enter_context(open_runner(file)) for file in files}
-            # The outputs are those of all sequences, one after the other, step by step.
-            expected = iter(reference.outputs)
-            fixed = _fixed_runner(graphs, notes, stack, open_runner)
-            for tokens in sequences:
-                steps = [(case, next(expected)) for case in tokens.cases(graphs)]
-                results += _compare_steps(_Decoder(graphs, runners), steps, graphs, comparison)
-                if fixed is not None:
-                    # Its steps are the same; only what keeps the past differs.
-                    record, run = fixed
-                    decoder = _FixedCacheDecoder(graphs, {**runners, record.file: run}, record)
-                    results += [
-                        replace(result, graph=record.file)
-                        for result in _compare_steps(decoder, steps, graphs, comparison)
-                    ]
-                advance()
-    return results, notes
+        return Findings(notes=(f"no tokens were decoded: {reference.outputs[0].problem}",))
+    comparison = GraphComparison(reference, context.limits)
+    return join_findings(
+        _compare_decoder(context, graphs, sequences, comparison) for graphs in decoders
+    )
 
 
-def _fixed_runner(
+def _compare_decoder(
+    context: ValidationContext,
     graphs: DecoderGraphs,
-    notes: list[str],
-    stack: ExitStack,
-    open_runner: Callable[[str], AbstractContextManager[Run]],
-) -> tuple[GraphRecord, Run] | None:
-    """Open the graph with a cache of fixed size; None if there is none that can be compared."""
+    sequences: Sequence[Sequences],
+    comparison: GraphComparison,
+) -> Findings:
+    results: list[ValidationCaseResult] = []
+    with (
+        ExitStack() as stack,
+        context.progress.task(f"decoding, {graphs.later.file}", total=len(sequences)) as advance,
+    ):
+        runners = _open_all(context, graphs, stack)
+        fixed, note = _fixed_graph(graphs)
+        if fixed is not None:
+            runners[fixed.file] = stack.enter_context(open_decoder(context, fixed.file))
+        # The outputs are those of all sequences, one after the other, step by step.
+        expected = iter(comparison.reference.outputs)
+        for tokens in sequences:
+            steps = [(case, next(expected)) for case in tokens.cases(graphs)]
+            results += _compare_steps(_Decoder(graphs, runners), steps, comparison)
+            if fixed is not None:
+                # Its steps are the same; only what keeps the past differs.
+                decoder = _FixedCacheDecoder(graphs, runners, fixed)
+                results += [
+                    replace(result, graph=fixed.file)
+                    for result in _compare_steps(decoder, steps, comparison)
+                ]
+            advance()
+    return Findings(cases=tuple(results), notes=(note,) if note else ())
+
+
+def _fixed_graph(graphs: DecoderGraphs) -> tuple[GraphRecord | None, str]:
+    """Return the graph with a cache of fixed size if it can be compared, and a note if not."""
     record = graphs.fixed
     if record is None or graphs.first is not graphs.later:
-        return None
+        return None, ""
     logits = next(spec for spec in graphs.later.outputs if spec.name == LOGITS)
     if logits.dims[1] != 1 or any(spec.dtype == "bfloat16" for spec in record.inputs):
-        notes.append(f"{record.file}: not compared, since it cannot decode here")
-        return None
-    return record, stack.enter_context(open_runner(record.file))
+        return None, f"{record.file}: not compared, since it cannot decode here"
+    return record, ""
 
 
 def _compare_steps(
     decoder: _Decoder,
     steps: Sequence[tuple[ValidationCase, ReferenceOutputs]],
-    graphs: DecoderGraphs,
     comparison: GraphComparison,
 ) -> list[ValidationCaseResult]:
     """Decode one sequence, up to the first step that does not run."""
-    results = []
+    graphs, results = decoder.graphs, []
     for case, expected in steps:
         starts = case.decode == "start"
         record = graphs.first if starts else graphs.later

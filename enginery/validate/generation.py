@@ -20,8 +20,8 @@ that sum. Quantized graphs have no limit on the error: their partings are counte
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -34,8 +34,7 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.datasets.folders import list_media
 from enginery.core.datasets.samples import holds_arrays, read_texts
 from enginery.core.errors import ArtifactError, EngineryError, InputError, ShapeError
-from enginery.core.model.feeds import FeedLimits, Feeds, make_feeds
-from enginery.core.progress import Progress
+from enginery.core.model.feeds import Feeds, make_feeds
 from enginery.core.shapes import dynamic_dims
 from enginery.reports.validation import GenerationMetrics, ValidationCaseResult
 from enginery.runtime.audio.files import load_audio
@@ -59,7 +58,6 @@ from enginery.runtime.generation.options import (
 )
 from enginery.runtime.generation.search import BeamSearch, Hypothesis, Search, make_search
 from enginery.runtime.image.files import load_image
-from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.pytorch.reference import TorchReference
 from enginery.runtime.sample_inputs import takes_images, takes_sounds
 from enginery.runtime.tasks import is_generating, require_task
@@ -67,7 +65,16 @@ from enginery.runtime.tasks.generate import Generate
 from enginery.runtime.text.tokenizer import TextTokenizer
 from enginery.validate.cases.sweep import sweep_sizes
 from enginery.validate.config import Effort, ValidateConfig
-from enginery.validate.decoding import Sequences
+from enginery.validate.context import ValidationContext
+from enginery.validate.decoding import (
+    Sequences,
+    compare_decoding,
+    find_prompts,
+    make_sequences,
+    open_decoder,
+    usable_decoders,
+)
+from enginery.validate.findings import Findings, join_findings
 
 STEPS = 32
 """Tokens to generate."""
@@ -112,17 +119,72 @@ class _Inputs:
 
 
 @dataclass(frozen=True)
-class GeneratedTexts:
-    """Inputs, and what PyTorch generates from them."""
+class _Source:
+    """What both sides generate with."""
 
+    context: ValidationContext
+    model: TorchReference
     graphs: DecoderGraphs
     options: GenerationOptions
     positions: int | None
-    steps: int
+    """Of the decoder; None for any number."""
+
+    @property
+    def steps(self) -> int:
+        """Tokens to generate: half of a short model's positions are left for the prompt."""
+        return STEPS if self.positions is None else max(1, min(STEPS, self.positions // 2))
+
+    @property
+    def longest_prompt(self) -> int | None:
+        return None if self.positions is None else self.positions - self.steps
+
+    @property
+    def artifact(self) -> Artifact:
+        return self.context.artifact
+
+    @property
+    def count(self) -> int:
+        """Number of inputs."""
+        return _INPUTS[self.context.config.effort]
+
+    def refusal(self, error: ArtifactError) -> GenerationRefusedError:
+        return GenerationRefusedError(self.graphs.later.file, error)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """How the tokens of one search, or of all with one input, compare with PyTorch's."""
+
+    steps: int = STEPS
+    """Greedy tokens that are equal."""
+    parted: bool = False
+    """The tokens differ."""
+    problem: str = ""
+    """Why they may not; empty if they may, or are equal."""
+
+    @classmethod
+    def of(cls, outcomes: Sequence[_Outcome]) -> _Outcome:
+        """Return several as one, with the first problem."""
+        return cls(
+            min(outcome.steps for outcome in outcomes),
+            any(outcome.parted for outcome in outcomes),
+            next((outcome.problem for outcome in outcomes if outcome.problem), ""),
+        )
+
+    @property
+    def equal(self) -> bool:
+        return not self.parted and not self.problem
+
+
+@dataclass(frozen=True)
+class GeneratedTexts:
+    """Inputs, and what PyTorch generates from them."""
+
+    source: _Source
     inputs: _Inputs
     greedy: list[_Continuation]
     beams: list[_Continuation]
-    problems: list[ValidationCaseResult]
+    problems: tuple[ValidationCaseResult, ...]
     """Failures of the tokenizer and of generation_config.json."""
 
     def sequences(self) -> Sequences:
@@ -130,90 +192,105 @@ class GeneratedTexts:
 
         The last token is left out, since nothing follows it; rows that end repeat their last one.
         """
-        rows, forced = self.inputs.rows, self._forced_prompt + self.steps - 1
+        rows, steps = self.inputs.rows, self.source.steps
+        forced = self._forced_prompt + steps - 1
         longest = max(len(row.prompt) for row in rows)
         ids = np.full((len(rows), longest + forced), self.inputs.pad_id, np.int64)
         mask = np.ones_like(ids)
         for index, (row, continuation) in enumerate(zip(rows, self.greedy, strict=True)):
             # On the left, where decoders have their padding.
             start = longest - len(row.prompt)
-            filled = [*continuation.tokens, *[continuation.tokens[-1]] * self.steps][
-                : self.steps - 1
-            ]
+            filled = [*continuation.tokens, *[continuation.tokens[-1]] * steps][: steps - 1]
             ids[index, start:] = [*_whole_prompt(row), *filled]
             mask[index, :start] = 0
         encoder: Feeds = {}
-        if self.graphs.encoder is not None:
-            dtypes = {spec.name: spec.dtype for spec in self.graphs.encoder.inputs}
+        graph = self.source.graphs.encoder
+        if graph is not None:
+            dtypes = {spec.name: spec.dtype for spec in graph.inputs}
             joined = self.inputs.join(rows) or {}
             encoder = {name: array.astype(dtypes[name]) for name, array in joined.items()}
         name = f"{len(rows)} {self.inputs.what} with PyTorch's tokens"
         return Sequences(name, ids, mask, encoder, forced, "generation")
 
     def compare(
-        self,
-        forced: Sequence[ValidationCaseResult],
-        open_runner: Callable[[str], AbstractContextManager[OrtRunner]],
-        progress: Progress,
-    ) -> tuple[list[ValidationCaseResult], GenerationMetrics]:
+        self, context: ValidationContext, forced: Sequence[ValidationCaseResult]
+    ) -> Findings:
         """Generate with the artifact, and compare.
 
-        Args:
-            forced: the results of the steps of `sequences`, which have the allowed errors.
-            open_runner: opens the graph of a file.
-            progress: receives progress messages.
+        The results of the steps of `sequences`, which were forced, have the allowed errors.
 
         Raises:
-            ArtifactError: the decoder has an input that nothing computes.
             ProviderError: a graph cannot be loaded.
         """
         # Steps over the rest of the prompt choose no token.
         outputs = [case.outputs[0] for case in forced if case.outputs][self._forced_prompt :]
         # The error that is allowed for a logit at each step decides what counts as a near tie.
         errors = [output.limit for output in outputs] or [0.0]
-        records = [self.graphs.later, *([self.graphs.encoder] if self.graphs.encoder else [])]
-        rows, file = self.inputs.rows, self.graphs.later.file
+        try:
+            greedy, beams = self._search(context, errors)
+        except ArtifactError as error:
+            return Findings(notes=(f"not generated: {error.message}",))
+        file, names = self.source.graphs.later.file, self.inputs.names
+        searched = [
+            *((f"{name}, greedy search", o) for name, o in zip(names, greedy, strict=True)),
+            *((f"{name}, beam {BEAMS}", o) for name, o in zip(names, beams, strict=True)),
+        ]
+        results = [
+            *self.problems,
+            *(_case(file, name, outcome.problem) for name, outcome in searched),
+        ]
+        agreement = [output.argmax_agreement for output in outputs]
+        metrics = GenerationMetrics(
+            what=self.inputs.what,
+            inputs=len(names),
+            steps=max(len(continuation.tokens) for continuation in self.greedy),
+            compared_steps=sum(outcome.steps for outcome in greedy),
+            generated_steps=sum(len(continuation.tokens) for continuation in self.greedy),
+            equal=sum(outcome.equal for outcome in greedy),
+            parted=sum(outcome.parted and not outcome.problem for outcome in greedy),
+            beams=BEAMS,
+            beams_equal=sum(outcome.equal for outcome in beams),
+            agreement=float(np.mean(agreement)) if agreement else math.nan,
+            failed=sum(bool(result.problem) for result in results),
+        )
+        return Findings(cases=tuple(results), generation=metrics)
+
+    def _search(
+        self, context: ValidationContext, errors: Sequence[float]
+    ) -> tuple[list[_Outcome], list[_Outcome]]:
+        """Return how greedy search and beam search of each input compare.
+
+        Raises:
+            ArtifactError: the decoder has an input that nothing computes.
+            ProviderError: a graph cannot be loaded.
+        """
+        graphs, rows, batches = self.source.graphs, self.inputs.rows, self._batches()
+        greedy: list[list[_Outcome]] = [[] for _ in rows]
+        beams: dict[int, _Outcome] = {}
         with (
             ExitStack() as stack,
-            progress.task("generating", total=len(rows) + len(self._batches()) + 1) as advance,
+            context.progress.task("generating", total=len(rows) + len(batches) + 1) as advance,
         ):
             runners = {
-                record.file: stack.enter_context(open_runner(record.file)) for record in records
+                record.file: stack.enter_context(open_decoder(context, record.file))
+                for record in (graphs.later, graphs.encoder)
+                if record is not None
             }
-            decoder = CachedDecoder(self.graphs, runners, pad_id=self.inputs.pad_id)
-            greedy = [_Compared(file, f"{name}, greedy search") for name in self.inputs.names]
-            beams = [_Compared(file, f"{name}, beam {BEAMS}") for name in self.inputs.names]
+            decoder = CachedDecoder(graphs, runners, pad_id=self.inputs.pad_id)
             # Padding and neighbours must not change a text, so each runs in a batch and alone.
-            runs = [("in a batch", indices) for indices in self._batches()]
+            runs = [("in a batch", indices) for indices in batches]
             runs += [("alone", [index]) for index in range(len(rows))]
             for where, indices in runs:
                 searches = self._run(decoder, indices, 1)
                 for index, search in zip(indices, searches, strict=True):
-                    self._compare_greedy(greedy[index], search, index, where, errors)
+                    greedy[index].append(self._compare_greedy(search, index, where, errors))
                 advance()
-            for indices in self._batches():
+            for indices in batches:
                 searches = self._run(decoder, indices, BEAMS)
                 for index, search in zip(indices, searches, strict=True):
-                    self._compare_beams(beams[index], search, index, max(errors))
+                    beams[index] = self._compare_beams(search, index, max(errors))
             advance()
-        results = [
-            *self.problems,
-            *(compared.result() for compared in (*greedy, *beams)),
-        ]
-        agreement = [output.argmax_agreement for output in outputs]
-        return results, GenerationMetrics(
-            what=self.inputs.what,
-            inputs=len(rows),
-            steps=max(len(continuation.tokens) for continuation in self.greedy),
-            compared_steps=sum(compared.steps for compared in greedy),
-            generated_steps=sum(len(continuation.tokens) for continuation in self.greedy),
-            equal=sum(compared.equal for compared in greedy),
-            parted=sum(compared.parted and not compared.problem for compared in greedy),
-            beams=BEAMS,
-            beams_equal=sum(compared.equal for compared in beams),
-            agreement=float(np.mean(agreement)) if agreement else math.nan,
-            failed=sum(bool(result.problem) for result in results),
-        )
+        return [*map(_Outcome.of, greedy)], [beams[index] for index in range(len(rows))]
 
     @property
     def _forced_prompt(self) -> int:
@@ -222,17 +299,19 @@ class GeneratedTexts:
 
     def _batches(self) -> list[list[int]]:
         """Return the places of inputs that `generate` runs in one batch."""
-        return self.graphs.batches([len(row.prompt) for row in self.inputs.rows])
+        return self.source.graphs.batches([len(row.prompt) for row in self.inputs.rows])
 
     def _run(
         self, decoder: CachedDecoder, indices: Sequence[int], beams: int
     ) -> list[Search | EngineryError]:
         """Generate from inputs in one batch; an error of the graph stands for each of them."""
-        options = self.options.with_arguments(**_arguments(self.steps, beams, self.inputs.chosen))
+        source = self.source
+        arguments = _arguments(source.steps, beams, self.inputs.chosen)
+        options = source.options.with_arguments(**arguments)
         rows = [self.inputs.rows[index] for index in indices]
         try:
             searches = [
-                make_search(row.prompt, options, positions=self.positions, rest=row.rest)
+                make_search(row.prompt, options, positions=source.positions, rest=row.rest)
                 for row in rows
             ]
             batch = RunningBatch(decoder)
@@ -244,105 +323,71 @@ class GeneratedTexts:
         return list(searches)
 
     def _compare_greedy(
-        self,
-        compared: _Compared,
-        search: Search | EngineryError,
-        index: int,
-        where: str,
-        errors: Sequence[float],
-    ) -> None:
+        self, search: Search | EngineryError, index: int, where: str, errors: Sequence[float]
+    ) -> _Outcome:
         if isinstance(search, EngineryError):
-            compared.fail(f"the graph fails {where} but PyTorch does not: {search.message}")
-            return
+            problem = f"the graph fails {where} but PyTorch does not: {search.message}"
+            return _Outcome(problem=problem)
         mine, theirs = search.results()[0].tokens, self.greedy[index].tokens
         pairs = enumerate(zip_longest(mine, theirs))
         step, (token, expected) = next(
             ((i, pair) for i, pair in pairs if pair[0] != pair[1]), (len(theirs), (None, None))
         )
         # Tokens after a parting are not compared: they follow different texts.
-        compared.steps = min(step, compared.steps)
         if token is None and expected is None:
-            return
+            return _Outcome(step)
         if token is None or expected is None:
-            compared.fail(
+            problem = (
                 f"{where}, the text ends after {len(mine)} tokens, PyTorch's after {len(theirs)}"
             )
-            return
+            return _Outcome(step, problem=problem)
         file = self.greedy[index].scores
         scores = np.load(file, mmap_mode="r")[step] if file else np.zeros(0)
         has_score = token < len(scores)
         margin = float(scores[expected] - scores[token]) if has_score else math.inf
         # A penalty multiplies logits, and their errors, by itself or its reciprocal.
-        penalty = self.options.repetition_penalty
+        penalty = self.source.options.repetition_penalty
         # Both logits may be off by the error, in opposite directions.
         allowed = 2 * errors[min(step, len(errors) - 1)] * max(penalty, 1 / penalty)
         if math.isfinite(margin) and margin <= allowed:
-            compared.parted = True
-        else:
-            compared.fail(
-                f"{where}, token {step + 1} is {token}, PyTorch's is {expected}: PyTorch's logits "
-                f"are {margin:.3g} apart, a near tie of up to {allowed:.3g} is allowed"
-            )
+            return _Outcome(step, parted=True)
+        problem = (
+            f"{where}, token {step + 1} is {token}, PyTorch's is {expected}: PyTorch's logits "
+            f"are {margin:.3g} apart, a near tie of up to {allowed:.3g} is allowed"
+        )
+        return _Outcome(step, problem=problem)
 
-    def _compare_beams(
-        self, compared: _Compared, search: Search | EngineryError, index: int, error: float
-    ) -> None:
+    def _compare_beams(self, search: Search | EngineryError, index: int, error: float) -> _Outcome:
         if isinstance(search, EngineryError):
-            compared.fail(f"the graph fails but PyTorch does not: {search.message}")
-            return
+            return _Outcome(problem=f"the graph fails but PyTorch does not: {search.message}")
         mine, theirs = search.results()[0], self.beams[index]
         if mine.tokens == theirs.tokens:
-            return
-        compared.parted = True
+            return _Outcome()
         score = math.nan if mine.score is None else mine.score
         # A score adds up log-probabilities, each wrong by up to twice the error of a logit.
         total, allowed = self._beam_errors(mine, theirs, error)
         closest = search.closest if isinstance(search, BeamSearch) else math.inf
         difference = abs(score - theirs.score)
-        # Two beams that are each off by the total may change places. `not <=` is true for NaN.
-        if not difference <= allowed and not closest <= 2 * total:
-            step = next(
-                i for i, (a, b) in enumerate(zip_longest(mine.tokens, theirs.tokens)) if a != b
-            )
-            compared.fail(
-                f"its tokens differ from PyTorch's from the {step + 1}. on, and its score is "
-                f"{score:.6g}, PyTorch's {theirs.score:.6g}: {difference:.3g} apart, up to "
-                f"{allowed:.3g} allowed"
-            )
+        # Two beams that are each off by the total may change places. NaN is within no limit.
+        if difference <= allowed or closest <= 2 * total:
+            return _Outcome(parted=True)
+        step = next(i for i, (a, b) in enumerate(zip_longest(mine.tokens, theirs.tokens)) if a != b)
+        problem = (
+            f"its tokens differ from PyTorch's from the {step + 1}. on, and its score is "
+            f"{score:.6g}, PyTorch's {theirs.score:.6g}: {difference:.3g} apart, up to "
+            f"{allowed:.3g} allowed"
+        )
+        return _Outcome(parted=True, problem=problem)
 
     def _beam_errors(
         self, mine: Hypothesis, theirs: _Continuation, error: float
     ) -> tuple[float, float]:
         """Return the allowed error of a sum of log-probabilities, and that of a score."""
         lengths = len(mine.tokens), len(theirs.tokens)
-        penalty = self.options.length_penalty
+        penalty = self.source.options.length_penalty
         # transformers divides the sum of the log-probabilities by a power of the length.
         scores = [2 * error * length / length**penalty for length in lengths]
         return 2 * error * max(lengths), max(scores)
-
-
-@dataclass
-class _Compared:
-    """The comparison of one input."""
-
-    graph: str
-    name: str
-    steps: int = STEPS
-    """Greedy tokens that are equal."""
-    parted: bool = False
-    problem: str = ""
-
-    @property
-    def equal(self) -> bool:
-        return not self.parted and not self.problem
-
-    def fail(self, problem: str) -> None:
-        """Take the first problem."""
-        self.problem = self.problem or problem
-
-    def result(self) -> ValidationCaseResult:
-        """Return it as a case."""
-        return _case(self.graph, self.name, self.problem)
 
 
 def _case(graph: str, name: str, problem: str) -> ValidationCaseResult:
@@ -360,24 +405,48 @@ def _arguments(steps: int, beams: int, chosen: Mapping[str, Any]) -> dict[str, A
     }
 
 
-def generate_reference(
-    artifact: Artifact,
-    config: ValidateConfig,
-    limits: FeedLimits,
-    open_reference: Callable[[str], TorchReference],
-    scratch: Path,
-    progress: Progress,
-) -> tuple[GeneratedTexts | None, list[str]]:
-    """Let PyTorch generate from real inputs.
+def compare_generation(
+    context: ValidationContext, lengths: Collection[int], *, engines: bool
+) -> Findings:
+    """Compare decoders with a cache over several tokens, and generated texts with PyTorch's.
 
-    Args:
-        artifact: the artifact.
-        config: options of the validation: the data, and the effort, which sets the number of
-            inputs.
-        limits: limits on made-up inputs.
-        open_reference: loads the model in PyTorch, as the reference of a graph.
-        scratch: directory for PyTorch's outputs.
-        progress: receives progress messages.
+    At these lengths, graphs begin to do something else; with engines, nothing can be decoded.
+    """
+    decoders = DecoderGraphs.find_all(context.artifact.manifest.graphs)
+    obstacle = "only graphs decode here, not engines" if engines else ""
+    if context.reference.is_onnx:
+        obstacle = f"{context.reference.name} keeps no cache"
+    if decoders and obstacle:
+        return Findings(notes=(f"no tokens were decoded: {obstacle}",))
+    refused = Findings()
+    try:
+        texts, prepared = generate_reference(context)
+    except GenerationRefusedError as error:
+        texts, prepared, refused = None, Findings(), Findings(cases=(error.case(),))
+    usable, unusable = usable_decoders(decoders)
+    parts = [prepared, unusable]
+    sequences = []
+    if usable:
+        prompts: list[tuple[int, int]] = []
+        for graphs in usable:
+            differing, notes = find_prompts(context, graphs, lengths)
+            prompts += differing
+            parts.append(notes)
+        seed = context.config.seed
+        sequences += make_sequences(usable[0], context.feed_limits, seed=seed, more=prompts)
+    if texts:
+        sequences.append(texts.sequences())
+    decoded = compare_decoding(context, usable, sequences)
+    parts += [decoded, refused]
+    if texts:
+        # Their limits say how close two logits must be for either to be chosen.
+        forced = [case for case in decoded.cases if case.kind == "generation"]
+        parts.append(texts.compare(context, forced))
+    return join_findings(parts)
+
+
+def generate_reference(context: ValidationContext) -> tuple[GeneratedTexts | None, Findings]:
+    """Let PyTorch generate from real inputs.
 
     Returns:
         The inputs with their texts, and notes; None, if the graphs or PyTorch do not generate.
@@ -388,8 +457,9 @@ def generate_reference(
         ExportError: PyTorch cannot load the source.
         UntrustedModelError: the source needs a permission that was not given, or is malicious.
     """
+    artifact = context.artifact
     if not is_generating(artifact.manifest.task):
-        return None, []
+        return None, Findings()
     try:
         graphs = find_generating(artifact)
         problem = _obstacle(graphs)
@@ -399,58 +469,69 @@ def generate_reference(
         problem = error.message
     if problem:
         # A note, not a failure: such graphs are for other programs, and the verdict is theirs.
-        return None, [f"not generated: {problem}"]
+        return None, Findings(notes=(f"not generated: {problem}",))
     try:
         options = read_generation_config(artifact.path)
-        noun, samples = _samples(artifact, graphs, config)
+        noun, samples = _samples(artifact, graphs, context.config)
     except ArtifactError as error:
         raise GenerationRefusedError(graphs.later.file, error) from error
     positions = read_positions(artifact.path)
-    # Half of a short model's positions are left for the prompt.
-    steps = STEPS if positions is None else max(1, min(STEPS, positions // 2))
-    with open_reference(graphs.later.file) as model:
+    with context.reference.open_pytorch(graphs.later.file) as model:
+        source = _Source(context, model, graphs, options, positions)
         try:
-            problems = _compare_options(model, options, graphs)
-            longest = None if positions is None else positions - steps
-            if noun == _MADE_UP:
-                _require_no_tokenizer(model, artifact, graphs)
-                inputs = _made_up(graphs, options, limits, longest, _INPUTS[config.effort])
-                notes: list[str] = []
-            else:
-                try:
-                    tokenizer = TextTokenizer.open(artifact.path)
-                    source = open_inputs(artifact, graphs, tokenizer, options, positions)
-                except ArtifactError as error:
-                    raise GenerationRefusedError(graphs.later.file, error) from error
-                target = source.fallback(options)
-                chosen = source.implied(**target)
-                rows = _fitting(
-                    lambda item: _prepare(source, item, options.with_arguments(**chosen), target),
-                    samples,
-                    longest,
-                    _INPUTS[config.effort],
-                )
-                names = [f"{noun.removesuffix('s')} {index + 1}" for index in rows]
-                inputs = _Inputs(
-                    noun, names, list(rows.values()), source.join, tokenizer.pad_id or 0, chosen
-                )
-                taken = [samples[index] for index in rows]
-                failed, notes = _compare_tokens(model, graphs, inputs, taken, tokenizer.unk_id)
-                problems += failed
-                failed, more_notes = _compare_features(model, artifact, inputs, taken, scratch)
-                problems += failed
-                notes += more_notes
-            greedy, beams = _run_torch(model, graphs, inputs, steps, scratch, progress)
-            if noun != _MADE_UP:
-                failed, more_notes = _compare_texts(model, artifact, graphs, inputs, greedy)
-                problems += failed
-                notes += more_notes
+            return _generate(source, noun, samples)
         except (ArtifactError, InputError) as error:
-            return None, [f"not generated: {error.message}"]
-    return (
-        GeneratedTexts(graphs, options, positions, steps, inputs, greedy, beams, problems),
-        notes,
+            return None, Findings(notes=(f"not generated: {error.message}",))
+
+
+def _generate(
+    source: _Source, noun: str, samples: Sequence[Any]
+) -> tuple[GeneratedTexts, Findings]:
+    """Prepare the inputs, let PyTorch generate, and compare what it makes of the same files.
+
+    Raises:
+        GenerationRefusedError: `load_model` cannot generate with the artifact's files.
+        ArtifactError: a file of the artifact is invalid.
+        InputError: no input fits, or PyTorch rejects one.
+    """
+    parts = [Findings(cases=tuple(_compare_options(source)))]
+    if noun == _MADE_UP:
+        _require_no_tokenizer(source)
+        inputs = _made_up(source)
+        greedy, beams = _run_torch(source, inputs)
+    else:
+        inputs, samples, unk_id = _prepare_inputs(source, noun, samples)
+        parts.append(_compare_tokens(source, inputs, samples, unk_id))
+        parts.append(_compare_features(source, inputs, samples))
+        greedy, beams = _run_torch(source, inputs)
+        parts.append(_compare_texts(source, inputs, greedy))
+    joined = join_findings(parts)
+    texts = GeneratedTexts(source, inputs, greedy, beams, joined.cases)
+    return texts, Findings(notes=joined.notes)
+
+
+def _prepare_inputs(
+    source: _Source, noun: str, samples: Sequence[Any]
+) -> tuple[_Inputs, list[Any], int | None]:
+    """Return the inputs that fit, their samples, and the tokenizer's id of unknown tokens."""
+    options = source.options
+    try:
+        tokenizer = TextTokenizer.open(source.artifact.path)
+        opened = open_inputs(source.artifact, source.graphs, tokenizer, options, source.positions)
+    except ArtifactError as error:
+        raise source.refusal(error) from error
+    target = opened.fallback(options)
+    chosen = opened.implied(**target)
+    rows = _fitting(
+        lambda item: _prepare(opened, item, options.with_arguments(**chosen), target),
+        samples,
+        source.longest_prompt,
+        source.count,
     )
+    names = [f"{noun.removesuffix('s')} {index + 1}" for index in rows]
+    pad_id = tokenizer.pad_id or 0
+    inputs = _Inputs(noun, names, list(rows.values()), opened.join, pad_id, chosen)
+    return inputs, [samples[index] for index in rows], tokenizer.unk_id
 
 
 class GenerationRefusedError(EngineryError):
@@ -466,16 +547,16 @@ class GenerationRefusedError(EngineryError):
         return _case(self.graph, "answers", f"load_model cannot generate: {self.message}")
 
 
-def _require_no_tokenizer(model: TorchReference, artifact: Artifact, graphs: DecoderGraphs) -> None:
+def _require_no_tokenizer(source: _Source) -> None:
     """Raise GenerationRefusedError if only the source has a tokenizer that can be read."""
     try:
-        model.tokenize(SENTENCES[:1])
+        source.model.tokenize(SENTENCES[:1])
     except InputError:
         return
     try:
-        TextTokenizer.open(artifact.path)
+        TextTokenizer.open(source.artifact.path)
     except ArtifactError as error:
-        raise GenerationRefusedError(graphs.later.file, error) from error
+        raise source.refusal(error) from error
 
 
 def _obstacle(graphs: DecoderGraphs) -> str:
@@ -522,12 +603,11 @@ def _samples(
     )
 
 
-def _compare_options(
-    model: TorchReference, options: GenerationOptions, graphs: DecoderGraphs
-) -> list[ValidationCaseResult]:
+def _compare_options(source: _Source) -> list[ValidationCaseResult]:
     """Return a failure for each option of the artifact's file that PyTorch has otherwise."""
-    theirs = parse_generation_config(model.generation_config(), "PyTorch's generation config")
-    mine, expected = (config.model_dump(mode="json") for config in (options, theirs))
+    graphs, config = source.graphs, source.model.generation_config()
+    theirs = parse_generation_config(config, "PyTorch's generation config")
+    mine, expected = (config.model_dump(mode="json") for config in (source.options, theirs))
     for config in (mine, expected):
         if graphs.encoder is not None and config["decoder_start_token_id"] is None:
             # transformers starts a decoder so if the file names no other token.
@@ -598,23 +678,19 @@ def _fitting(
 
 
 def _compare_tokens(
-    model: TorchReference,
-    graphs: DecoderGraphs,
-    inputs: _Inputs,
-    samples: Sequence[Any],
-    unk_id: int | None,
-) -> tuple[list[ValidationCaseResult], list[str]]:
+    source: _Source, inputs: _Inputs, samples: Sequence[Any], unk_id: int | None
+) -> Findings:
     """Return a failure for each text that transformers tokenizes differently, and notes.
 
     Texts with unknown tokens are only noted: a tokenizer that was made from another one may join
     them differently.
     """
     if not all(isinstance(sample, str) for sample in samples):
-        return [], []
+        return Findings()
     try:
-        theirs = model.tokenize(samples)
+        theirs = source.model.tokenize(samples)
     except InputError as error:
-        return [], [f"tokens were not compared: {error.message}"]
+        return Findings(notes=(f"tokens were not compared: {error.message}",))
     failed, notes = [], []
     for name, row, expected in zip(inputs.names, inputs.rows, theirs, strict=True):
         mine = [int(token) for token in row.arrays.get("input_ids", row.prompt)]
@@ -629,28 +705,23 @@ def _compare_tokens(
         if unk_id is not None and unk_id in {*mine[step:], *expected[step:]}:
             notes.append(f"{name}, which has unknown tokens: {problem}")
         else:
-            failed.append(_case(graphs.later.file, f"{name}, tokens", problem))
-    return failed, notes
+            failed.append(_case(source.graphs.later.file, f"{name}, tokens", problem))
+    return Findings(cases=tuple(failed), notes=tuple(notes))
 
 
-def _compare_features(
-    model: TorchReference,
-    artifact: Artifact,
-    inputs: _Inputs,
-    samples: Sequence[Any],
-    scratch: Path,
-) -> tuple[list[ValidationCaseResult], list[str]]:
+def _compare_features(source: _Source, inputs: _Inputs, samples: Sequence[Any]) -> Findings:
     """Return a failure for each image or sound whose features are not transformers', and notes."""
     if inputs.what not in _MEDIA:
-        return [], []
-    file = artifact.manifest.graphs[0].file
+        return Findings()
+    file = source.artifact.manifest.graphs[0].file
     failed: list[ValidationCaseResult] = []
     for index, (name, row) in enumerate(zip(inputs.names, inputs.rows, strict=True)):
-        item = _raw_item(artifact, inputs.what, samples[index])
+        item = _raw_item(source.artifact, inputs.what, samples[index])
         try:
-            theirs = model.prepare(item, scratch / f"raw-{index}")
+            theirs = source.model.prepare(item, source.context.scratch / f"raw-{index}")
         except InputError as error:
-            return failed, [f"features were not compared: {error.message}"]
+            note = f"features were not compared: {error.message}"
+            return Findings(cases=tuple(failed), notes=(note,))
         for feature, mine in row.arrays.items():
             expected = theirs.get(feature, np.zeros(0))[0:1]
             problem = ""
@@ -665,7 +736,7 @@ def _compare_features(
                     )
             if problem:
                 failed.append(_case(file, f"{name}, {feature}", problem))
-    return failed, []
+    return Findings(cases=tuple(failed))
 
 
 def _raw_item(artifact: Artifact, noun: str, sample: Any) -> dict[str, Any]:
@@ -676,42 +747,33 @@ def _raw_item(artifact: Artifact, noun: str, sample: Any) -> dict[str, Any]:
     return {"raw": load_audio(sample, rate), "sampling_rate": rate}
 
 
-def _compare_texts(
-    model: TorchReference,
-    artifact: Artifact,
-    graphs: DecoderGraphs,
-    inputs: _Inputs,
-    greedy: Sequence[_Continuation],
-) -> tuple[list[ValidationCaseResult], list[str]]:
+def _compare_texts(source: _Source, inputs: _Inputs, greedy: Sequence[_Continuation]) -> Findings:
     """Return a failure for each continuation that is decoded to another text, and notes."""
+    file = source.graphs.later.file
     try:
-        task = require_task(artifact.manifest).open(artifact, graphs.later)
+        task = require_task(source.artifact.manifest).open(source.artifact, source.graphs.later)
     except ArtifactError as error:
-        raise GenerationRefusedError(graphs.later.file, error) from error
+        raise source.refusal(error) from error
     if not isinstance(task, Generate):
         raise AssertionError("a task that generates has another class")
     try:
-        theirs = model.decode_tokens([continuation.tokens for continuation in greedy])
+        theirs = source.model.decode_tokens([continuation.tokens for continuation in greedy])
     except InputError as error:
-        return [], [f"texts were not compared: {error.message}"]
+        return Findings(notes=(f"texts were not compared: {error.message}",))
     failed = []
     for name, continuation, expected in zip(inputs.names, greedy, theirs, strict=True):
         mine = task.decode(continuation.tokens)
         if mine != expected:
             problem = f"the tokens of PyTorch are decoded to {mine!r}, by transformers {expected!r}"
-            failed.append(_case(graphs.later.file, f"{name}, text", problem))
-    return failed, []
+            failed.append(_case(file, f"{name}, text", problem))
+    return Findings(cases=tuple(failed))
 
 
-def _made_up(
-    graphs: DecoderGraphs,
-    options: GenerationOptions,
-    limits: FeedLimits,
-    longest: int | None,
-    count: int,
-) -> _Inputs:
+def _made_up(source: _Source) -> _Inputs:
     """Return inputs of different lengths, for an artifact without a tokenizer."""
-    max_length = min(_LONGEST_MADE_UP, longest or _LONGEST_MADE_UP)
+    graphs, options, count = source.graphs, source.options, source.count
+    limits = source.context.feed_limits
+    max_length = min(_LONGEST_MADE_UP, source.longest_prompt or _LONGEST_MADE_UP)
     # Different lengths, so that the batch is ragged.
     lengths = np.linspace(max_length, 1, count).round().astype(int)
     names = [f"made-up prompt {index + 1}" for index in range(count)]
@@ -746,19 +808,13 @@ def _made_up(
     )
 
 
-def _run_torch(
-    model: TorchReference,
-    graphs: DecoderGraphs,
-    inputs: _Inputs,
-    steps: int,
-    scratch: Path,
-    progress: Progress,
-) -> tuple[list[_Continuation], list[_Continuation]]:
+def _run_torch(source: _Source, inputs: _Inputs) -> tuple[list[_Continuation], list[_Continuation]]:
     """Run PyTorch's greedy search and beam search on each input alone."""
     continuations: tuple[list[_Continuation], list[_Continuation]] = [], []
-    with progress.task("PyTorch's generate", total=2 * len(inputs.rows)) as advance:
+    task = source.context.progress.task("PyTorch's generate", total=2 * len(inputs.rows))
+    with task as advance:
         for index, row in enumerate(inputs.rows):
-            if graphs.encoder is None:
+            if source.graphs.encoder is None:
                 ids = np.asarray([row.prompt], np.int64)
                 feeds: Feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
             else:
@@ -768,8 +824,9 @@ def _run_torch(
                     feeds["decoder_input_ids"] = np.asarray([_whole_prompt(row)], np.int64)
             # Models that sample are compared by these two searches, which do not depend on chance.
             for texts, beams in zip(continuations, (1, BEAMS), strict=True):
-                directory = scratch / f"generate-{index}-{beams}"
-                files = model.generate(feeds, directory, _arguments(steps, beams, inputs.chosen))
+                directory = source.context.scratch / f"generate-{index}-{beams}"
+                arguments = _arguments(source.steps, beams, inputs.chosen)
+                files = source.model.generate(feeds, directory, arguments)
                 texts.append(
                     _Continuation(
                         tuple(np.load(files["tokens"]).tolist()),

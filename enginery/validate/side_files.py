@@ -20,7 +20,6 @@ import filecmp
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -95,6 +94,9 @@ _MAX_COPIED_BYTES = 2**28
 """Size of the largest file of an artifact that is copied for transformers."""
 
 
+_Result = SideFileDifference | str
+
+
 def compare_side_files(reference: Reference, scratch: Path) -> SideFileMetrics:
     """Compare an artifact's files beside its graphs with those of its reference.
 
@@ -102,19 +104,27 @@ def compare_side_files(reference: Reference, scratch: Path) -> SideFileMetrics:
         reference: the reference.
         scratch: a directory for copies of files.
     """
-    return _Comparison(reference, scratch).run()
+    files = _SideFiles(reference, scratch)
+    results = list(files.compare())
+    differences = [result for result in results if isinstance(result, SideFileDifference)]
+    not_compared = [result for result in results if isinstance(result, str)]
+    compared = sorted(
+        (files.own & files.sources)
+        - {difference.file for difference in differences}
+        - {reason.partition(":")[0] for reason in not_compared}
+    )
+    return SideFileMetrics(compared, differences, not_compared)
 
 
-@dataclass
-class _Comparison:
-    reference: Reference
-    scratch: Path
-    compared: list[str] = field(default_factory=list)
-    differences: list[SideFileDifference] = field(default_factory=list)
-    not_compared: list[str] = field(default_factory=list)
+class _SideFiles:
+    """The files of both sides.
 
-    def __post_init__(self) -> None:
-        artifact, source = self.reference.artifact, self.reference.source
+    Comparisons yield differences, and reasons in words why a file was not compared.
+    """
+
+    def __init__(self, reference: Reference, scratch: Path) -> None:
+        self.reference, self.scratch = reference, scratch
+        artifact, source = reference.artifact, reference.source
         self.theirs = source.path.parent if self.reference.is_onnx else source.path
         self.mine = artifact.path
         code = artifact.manifest.trust_remote_code
@@ -133,28 +143,24 @@ class _Comparison:
         self.written = _written_by_export(self.reference)
         self.generates = is_generating(artifact.manifest.task)
 
-    def run(self) -> SideFileMetrics:
+    def compare(self) -> Iterator[_Result]:
         """Compare all files."""
         differing = self.changed | (self.own ^ self.sources)
         tokenizer = {name for name in self.own | self.sources if _is_tokenizer(name)}
         source, mine = self._describe(tokenizer & differing)
-        self._compare_tokenizer(tokenizer, tokenizer & differing, source, mine)
-        for name in sorted((self.own | self.sources) - tokenizer):
-            self._compare_file(name, source, mine)
+        if tokenizer:
+            yield from self._compare_tokenizer(tokenizer & differing, source, mine)
+        others = sorted((self.own | self.sources) - tokenizer)
+        results = [item for name in others for item in self._compare_file(name, source, mine)]
+        yield from results
         for name in sorted(self.reference.artifact.side_files()):
             if name.endswith(".safetensors"):
-                self._compare_module(name)
-        if problem := mine.get("processor", ""):
-            file = PreprocessorConfig.FILE
-            if not any(difference.file == file for difference in self.differences):
-                problem = f"inputs are not those of transformers: {problem}"
-                self.differences.append(SideFileDifference(file, "", problem))
-        self.compared = sorted(
-            (self.own & self.sources)
-            - {difference.file for difference in self.differences}
-            - {reason.partition(":")[0] for reason in self.not_compared}
-        )
-        return SideFileMetrics(self.compared, self.differences, self.not_compared)
+                yield from self._compare_module(name)
+        problem = mine.get("processor", "")
+        named = {item.file for item in results if isinstance(item, SideFileDifference)}
+        if problem and PreprocessorConfig.FILE not in named:
+            problem = f"inputs are not those of transformers: {problem}"
+            yield SideFileDifference(PreprocessorConfig.FILE, "", problem)
 
     def _describe(self, tokenizer: set[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what transformers reads from the source and from the artifact.
@@ -214,19 +220,13 @@ class _Comparison:
             return 16 if "tokenizer_config.json" in self.own & self.sources else 0
 
     def _compare_tokenizer(
-        self,
-        names: set[str],
-        differing: set[str],
-        source: Mapping[str, Any],
-        mine: Mapping[str, Any],
-    ) -> None:
+        self, differing: set[str], source: Mapping[str, Any], mine: Mapping[str, Any]
+    ) -> Iterator[_Result]:
         """Compare the tokenizer with that which transformers builds from the source's files."""
-        if not names:
-            return
         if "tokenizer" not in source:
             reason = source["errors"].get("tokenizer", "transformers cannot open one")
-            self.not_compared.append(f"tokenizer: only by content: {reason}")
-            self._name_keys(differing - self.written)
+            yield f"tokenizer: only by content: {reason}"
+            yield from self._name_keys(differing - self.written)
             return
         expected = TokenizerDescription.from_json(source["tokenizer"])
         problem = ""
@@ -238,7 +238,7 @@ class _Comparison:
                     spans = self.reference.artifact.manifest.task in _SPANS
                     problem = differences.problem_of_version(spans=spans)
                     compared = "with offsets" if spans else "without offsets"
-                    self.not_compared.append(
+                    yield (
                         f"tokenizer.json: only its tokens, {compared}: {version} makes another "
                         "state of it"
                     )
@@ -251,12 +251,10 @@ class _Comparison:
         # Vocabularies beside tokenizer.json are read by slow tokenizers, which ask nothing here.
         vocabularies = {name for name in differing if _is_vocabulary(name)} - self.written
         if not problem:
-            self._name_keys(vocabularies)
+            yield from self._name_keys(vocabularies)
             return
-        named = len(self.differences)
-        self._name_keys(differing - self.written)
-        if len(self.differences) == named:
-            self.differences.append(SideFileDifference("tokenizer.json", "", problem))
+        named = list(self._name_keys(differing - self.written))
+        yield from named or [SideFileDifference("tokenizer.json", "", problem)]
 
     def _same_effect(
         self, differing: set[str], source: Mapping[str, Any], mine: Mapping[str, Any]
@@ -274,11 +272,11 @@ class _Comparison:
             equal_parts(states[0].get(part), states[1].get(part)) for part in parts
         )
 
-    def _name_keys(self, names: set[str]) -> None:
-        """Add a difference for each key of these files that has another value."""
+    def _name_keys(self, names: set[str]) -> Iterator[SideFileDifference]:
+        """Yield a difference for each key of these files that has another value."""
         for name in sorted(names):
             for key, problem in self._different_keys(name):
-                self.differences.append(SideFileDifference(name, key, problem))
+                yield SideFileDifference(name, key, problem)
 
     def _different_keys(self, name: str) -> Iterator[tuple[str, str]]:
         """Yield each key of a file whose value is not the source's, and how they differ."""
@@ -310,10 +308,12 @@ class _Comparison:
             x for x in lines[1] if not x.startswith("#version")
         ]
 
-    def _compare_file(self, name: str, source: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+    def _compare_file(
+        self, name: str, source: Mapping[str, Any], mine: Mapping[str, Any]
+    ) -> Iterator[_Result]:
         """Compare a file that is no part of the tokenizer."""
         if name in self.written:
-            self.not_compared.append(f"{name}: written by export, from options or from other files")
+            yield f"{name}: written by export, from options or from other files"
             return
         if name not in self.sources and name not in _READ_BY_LOADERS:
             return
@@ -327,39 +327,36 @@ class _Comparison:
             if name == _CONFIG and source[name].get("pad_token_id") is None:
                 # Export names the tokenizer's, which classifiers need.
                 differences = [item for item in differences if item[0] != "pad_token_id"]
-            self.differences += [
-                SideFileDifference(name, key, problem) for key, problem in differences
-            ]
+            for key, problem in differences:
+                yield SideFileDifference(name, key, problem)
             return
         if name == _CONFIG and self.mine.joinpath(name).is_file() and name in self.sources:
             reason = source["errors"].get(name) or mine["errors"].get(name, "")
             if reason and name not in source:
-                self.not_compared.append(f"{name}: transformers cannot read the source's: {reason}")
+                yield f"{name}: transformers cannot read the source's: {reason}"
                 return
-        self._name_keys({name})
+        yield from self._name_keys({name})
 
-    def _compare_module(self, name: str) -> None:
+    def _compare_module(self, name: str) -> Iterator[_Result]:
         """Compare the weights of a module of sentence-transformers, which export writes in FP32."""
         from safetensors import SafetensorError
         from safetensors.numpy import load_file
 
         source = self.theirs / name
         if not source.is_file():
-            self.not_compared.append(f"{name}: the source has no file of this name")
+            yield f"{name}: the source has no file of this name"
             return
         try:
             mine, theirs = load_file(self.mine / name), load_file(source)
         except (SafetensorError, TypeError, KeyError, OSError) as error:
-            self.not_compared.append(f"{name}: numpy cannot read it: {error}")
+            yield f"{name}: numpy cannot read it: {error}"
             return
         for key in sorted(mine.keys() | theirs.keys()):
             own, expected = (
                 tensors.get(key, np.empty(0)).astype(np.float32) for tensors in (mine, theirs)
             )
             if not np.array_equal(own, expected):
-                self.differences.append(
-                    SideFileDifference(name, key, "its values are not the source's")
-                )
+                yield SideFileDifference(name, key, "its values are not the source's")
 
 
 def _read_names(directory: Path, *, code: bool) -> set[str]:

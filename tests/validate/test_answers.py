@@ -9,13 +9,15 @@ import pytest
 
 from enginery.core.artifact.artifact import Artifact, commit_artifact
 from enginery.core.errors import InputError
+from enginery.core.model.feeds import FeedLimits
 from enginery.core.tolerance import QuantizedTolerance, Tolerance
 from enginery.reports.validation import AnswerMetrics
-from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
+from enginery.runtime.onnxruntime.runner import RunnerOptions
 from enginery.validate import answers
-from enginery.validate.answers import AnswerLimits, RawAnswerComparison, RawInput, compare_answers
+from enginery.validate.answers import AnswerLimits, RawInput, compare_answers
 from enginery.validate.compare import ComparisonLimits
 from enginery.validate.config import ValidateConfig
+from enginery.validate.context import ValidationContext
 from enginery.validate.reference import Reference
 from tests.tiny import save_tiny, tiny_artifact
 
@@ -48,8 +50,9 @@ def compared(artifact, scratch):
     """Compare the answers of an artifact, without the other checks of a validation."""
     config, record = ValidateConfig(), artifact.manifest.graphs[0]
     reference, limits = Reference.of(artifact, config), ComparisonLimits.of(artifact, config)
-    with OrtRunner(artifact, RunnerOptions(spinning=False)) as runner:
-        return compare_answers(reference, record, runner, limits, [], scratch)
+    context = ValidationContext(reference, config, limits, FeedLimits(), scratch)
+    with context.open_runner(record.file, RunnerOptions(spinning=False)) as runner:
+        return compare_answers(context, record, runner, [])
 
 
 def edited(artifact, **files):
@@ -176,13 +179,12 @@ def test_each_input_runs_alone_and_in_a_batch():
     inputs = [RawInput(value, value, {}) for value in "abcd"]
     expected = [raw([["x", 0.5]]) for _ in inputs]
     expected[3] = {**raw(), "problem": "longer than the model's positions"}
-    comparison = RawAnswerComparison("model.onnx", "classify")
-    answers._compare(comparison, side, inputs, expected, FP32)
+    comparison = answers._compare(side, inputs, expected, FP32)
     assert comparison.problems["b"].startswith("in a batch, x is 0.6, the reference's 0.5")
     assert set(comparison.problems) == {"b"}
     assert comparison.refused == {"c": "no"}
     assert comparison.compared == {"a", "b"}
-    (case,) = comparison.cases()
+    (case,) = comparison.cases("model.onnx")
     assert (case.kind, case.name, case.passed) == ("answer", "b", False)
 
 
@@ -228,10 +230,10 @@ def test_metrics_say_what_was_compared():
 def test_sound_artifact_answers_as_transformers(tmp_path, kind, task, count):
     found = compared(tiny_artifact(kind, task, tmp_path / "artifact"), tmp_path / "scratch")
     assert not found.cases
-    assert not found.not_compared
-    assert found.metrics.compared == count
-    assert not found.metrics.refused
-    assert found.metrics.largest_difference < 1e-5
+    assert not found.notes
+    assert found.answers.compared == count
+    assert not found.answers.refused
+    assert found.answers.largest_difference < 1e-5
 
 
 def _rotate_labels(config):
@@ -278,7 +280,7 @@ def _rotate_labels(config):
 def test_fault_in_a_side_file_changes_answers(tmp_path, kind, task, file, edit, problem):
     artifact = edited(tiny_artifact(kind, task, tmp_path / "artifact"), **{file: edit})
     found = compared(artifact, tmp_path / "scratch")
-    assert found.metrics.failed
+    assert found.answers.failed
     assert problem in found.cases[0].problem
 
 
@@ -287,7 +289,7 @@ def test_task_that_cannot_be_opened_fails(tmp_path):
     (artifact.path / "tokenizer.json").unlink()
     commit_artifact(artifact.path, artifact.manifest)
     found = compared(Artifact.open(artifact.path), tmp_path / "scratch")
-    assert found.metrics is None
+    assert found.answers is None
     assert found.cases[0].problem.startswith("load_model cannot answer: ")
 
 
@@ -301,7 +303,9 @@ def test_without_a_tokenizer_there_is_nothing_to_compare_with(tmp_path):
     )
     found = compared(artifact, tmp_path / "scratch")
     assert not found.cases
-    assert found.not_compared.startswith("transformers' text-classification pipeline: ")
+    assert found.notes[0].startswith(
+        "answers: not compared: transformers' text-classification pipeline: "
+    )
 
 
 @pytest.mark.more
@@ -315,6 +319,6 @@ def test_pytorch_takes_the_place_of_a_rounded_graph(tmp_path):
     )
     found = compared(small, tmp_path / "sound")
     assert not found.cases
-    assert found.metrics.largest_difference < 1e-5
+    assert found.answers.largest_difference < 1e-5
     found = compared(edited(small, config=_rotate_labels), tmp_path / "faulty")
-    assert found.metrics.failed
+    assert found.answers.failed

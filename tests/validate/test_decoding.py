@@ -9,6 +9,7 @@ from enginery.core.model.feeds import FeedLimits
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.decoder_graphs import DecoderGraphs, present_name
 from enginery.validate.decoding import STEPS, _Decoder, make_sequences, usable_decoders
+from enginery.validate.findings import Findings
 from tests.validate.faults import decoder as faults
 from tests.validate.faults.edits import break_graph
 from tests.validate.faults.graph_editor import GraphEditor
@@ -54,7 +55,9 @@ def test_the_keys_of_the_encoder_are_those_of_the_prompt():
 @pytest.fixture
 def verdict(exported, copied, monkeypatch):
     """Return a function that validates an artifact with a fault, without generating texts."""
-    monkeypatch.setattr("enginery.validate.stage.generate_reference", lambda *_: (None, []))
+    monkeypatch.setattr(
+        "enginery.validate.generation.generate_reference", lambda _: (None, Findings())
+    )
 
     def make(kind, task, edit, *, graph="model.onnx", layout="enginery"):
         def plant(model):
@@ -316,7 +319,8 @@ STATES = TensorSpec("encoder_hidden_states", "float32", ("batch", "encoder_seque
 )
 def test_graph_that_cannot_decode_prompts_is_noted(inputs, outputs, reason):
     decoders = DecoderGraphs.find_all([record_of(inputs, outputs)])
-    usable, notes = usable_decoders(decoders)
+    usable, findings = usable_decoders(decoders)
     assert usable == []
-    assert reason in notes[0]
-    assert notes[0].startswith("model.onnx: no tokens were decoded: ")
+    (note,) = findings.notes
+    assert reason in note
+    assert note.startswith("model.onnx: no tokens were decoded: ")

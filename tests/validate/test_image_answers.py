@@ -34,8 +34,8 @@ def change_mean(processor):
 
 def test_sound_models_pass(artifact, tmp_path):
     result = compared(artifact, tmp_path / "scratch")
-    assert (result.cases, result.not_compared) == ([], "")
-    assert result.metrics.compared == result.metrics.inputs == 3
+    assert (result.cases, result.notes) == ((), ())
+    assert result.answers.compared == result.answers.inputs == 3
 
 
 @pytest.mark.parametrize(
@@ -61,4 +61,4 @@ def test_an_unknown_processor_leaves_the_tensors(artifact, tmp_path):
     path.write_text(json.dumps(settings))
     commit_artifact(changed, artifact.manifest)
     result = compared(Artifact.open(changed), tmp_path / "scratch")
-    assert result.metrics.reference == "the model and its processor in transformers"
+    assert result.answers.reference == "the model and its processor in transformers"

@@ -20,10 +20,12 @@ from enginery.core.errors import (
     ShapeError,
     SourceError,
 )
+from enginery.core.model import onnx_structure
 from enginery.core.progress import Silent
 from enginery.reports.validation import OutputMetrics, ValidationCaseResult, ValidationReport
 from enginery.validate.config import ValidateConfig
-from enginery.validate.stage import _all_passed, fingerprint
+from enginery.validate.stage import fingerprint
+from enginery.validate.verdict import all_passed
 from tests.sounds import chirp, wav
 from tests.tolerances import SCORES
 from tests.validate.faults import edits as faults
@@ -42,9 +44,9 @@ def case_of(graph, *, ran):
 
 def test_every_graph_has_to_be_compared_on_an_input():
     both = [case_of("encoder.onnx", ran=True), case_of("decoder.onnx", ran=True)]
-    assert _all_passed(both)
-    assert not _all_passed([both[0], case_of("decoder.onnx", ran=False)])
-    assert not _all_passed([])
+    assert all_passed(both)
+    assert not all_passed([both[0], case_of("decoder.onnx", ran=False)])
+    assert not all_passed([])
 
 
 @pytest.mark.more
@@ -312,6 +314,25 @@ def test_damaged_tokenizer_is_noted_and_answers_nothing(exported, copied):
     assert failed.kind == "answer"
     assert failed.problem.startswith("load_model cannot answer: ")
     assert failed.problem in report.summary
+
+
+# Graphs
+
+
+@pytest.mark.more
+def test_each_graph_is_read_once(exported, copied, monkeypatch):
+    """Sessions are opened on it many times, and each checks it before."""
+    artifact, sizes = copied(exported("gpt2", "text-generation-with-past")), []
+
+    class Reader(onnx_structure._Reader):
+        def model(self):
+            sizes.append(len(self.data))
+            return super().model()
+
+    monkeypatch.setattr(onnx_structure, "_Reader", Reader)
+    validate_model(artifact, effort="quick")
+    graphs = [(artifact.path / record.file).stat().st_size for record in artifact.manifest.graphs]
+    assert [sizes.count(size) for size in graphs] == [1] * len(graphs)
 
 
 # Verdicts

@@ -14,9 +14,12 @@ repeated occurrence of a singular field is merged if it is a message; otherwise 
 from __future__ import annotations
 
 import mmap
+import os
 import re
 import struct
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -348,6 +351,25 @@ class _DamagedError(Exception):
     """The file is not valid protobuf; the message says where."""
 
 
+_Kept = dict[Path, tuple[object, ModelStructure]]
+"""Path of a file -> its state when it was read, and its structure."""
+_kept: ContextVar[_Kept | None] = ContextVar("kept structures", default=None)
+
+
+@contextmanager
+def keeping_structures() -> Iterator[None]:
+    """Read each file once in the block, and again only if it was changed or replaced.
+
+    Sessions check their graph each time that one is opened. Callers share a structure, which none
+    of them may change.
+    """
+    token = _kept.set({})
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
 def read_structure(path: Path, *, error: type[EngineryError] = ArtifactError) -> ModelStructure:
     """Read the nodes of a model, and names, types, dims and byte counts of its tensors.
 
@@ -358,10 +380,17 @@ def read_structure(path: Path, *, error: type[EngineryError] = ArtifactError) ->
     try:
         require_regular_file(path)
         with path.open("rb") as file:
-            if not file.seek(0, 2):
+            status, kept = os.fstat(file.fileno()), _kept.get()
+            state = status.st_dev, status.st_ino, status.st_size, status.st_ctime_ns
+            if kept is not None and path in kept and kept[path][0] == state:
+                return kept[path][1]
+            if not status.st_size:
                 raise _DamagedError("it is empty")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _Reader(data).model()
+                structure = _Reader(data).model()
+            if kept is not None:
+                kept[path] = state, structure
+            return structure
     except OSError as problem:
         raise error(f"{path} cannot be read: {problem.strerror}.") from problem
     except _DamagedError as problem:

@@ -88,6 +88,11 @@ class Decisions:
     constants: frozenset[int] = frozenset()
     """Numbers in the graph that may be sizes at which it changes what it does."""
 
+    @property
+    def lengths(self) -> set[int]:
+        """Lengths at which the graph begins to do something else."""
+        return {size for sizes in self.sizes for dim, size in sizes.items() if "sequence" in dim}
+
     def cases(
         self, record: GraphRecord, limits: FeedLimits, *, quantized: bool = False, seed: int
     ) -> list[ValidationCase]:

@@ -276,6 +276,22 @@ def test_runs_of_numbers_in_attributes_are_skipped_whatever_their_length(tmp_pat
     check_allocations(saved(tmp_path / "model.onnx", [trees]))
 
 
+def test_a_structure_is_kept_in_a_block_until_its_file_changes(tmp_path):
+    path = saved(tmp_path / "model.onnx", [NODE("Relu", ["x"], ["y"])])
+    assert read_structure(path) is not read_structure(path)
+    with onnx_structure.keeping_structures():
+        before = read_structure(path)
+        assert read_structure(path) is before
+        path.with_name("other").write_bytes(
+            saved(tmp_path / "next.onnx", [NODE("Sqrt", ["x"], ["y"])]).read_bytes()
+        )
+        path.with_name("other").replace(path)
+        assert [node.op_type for node in read_structure(path).graph.nodes] == ["Sqrt"]
+        path.write_bytes(b"")
+        with pytest.raises(ArtifactError, match="it is empty"):
+            read_structure(path)
+
+
 @pytest.mark.more
 def test_any_damage_is_read_or_rejected_and_never_hangs(tmp_path):
     """Seeded mutations of every graph above: cut, overwritten, doubled."""

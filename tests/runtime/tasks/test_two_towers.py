@@ -80,8 +80,8 @@ def test_texts_and_images_have_the_vectors_of_the_whole_model(name, whole):
 def test_answers_of_both_are_compared(name, whole, tmp_path):
     artifact, *_ = whole(name)
     found = compared(artifact, tmp_path / "sound")
-    assert (found.cases, found.not_compared) == ([], "")
-    assert found.metrics.compared == found.metrics.inputs == 9
+    assert (found.cases, found.notes) == ((), ())
+    assert found.answers.compared == found.answers.inputs == 9
     changed = tmp_path / "changed"
     shutil.copytree(artifact.path, changed)
     file = changed / "preprocessor_config.json"

@@ -146,8 +146,8 @@ def test_answers_are_compared_with_the_pipeline(model, tmp_path):
 
     artifact = model[1]
     result = compared(artifact, tmp_path / "sound")
-    assert (result.cases, result.not_compared) == ([], "")
-    assert result.metrics.compared == result.metrics.inputs == 3
+    assert (result.cases, result.notes) == ((), ())
+    assert result.answers.compared == result.answers.inputs == 3
     changed = tmp_path / "changed"
     shutil.copytree(artifact.path, changed)
     file = changed / "preprocessor_config.json"

@@ -100,7 +100,7 @@ def test_artifact_without_a_matching_engine_is_rejected_before_pytorch_runs(
     artifact = with_engines(
         exported("bert", "text-classification"), tmp_path / "made", {"capabilities": ("8.0",)}
     )
-    monkeypatch.setattr("enginery.validate.stage.run_reference", None)
+    monkeypatch.setattr("enginery.validate.context.run_reference", None)
     with pytest.raises(ProviderError, match=r"it is not for compute capability 8\.9"):
         run(artifact, ValidateConfig(providers="tensorrt-rtx"))
 

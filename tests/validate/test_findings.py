@@ -1,0 +1,50 @@
+"""Findings of several comparisons are joined in their order."""
+
+import pytest
+
+from enginery.reports.validation import (
+    EmbeddingMetrics,
+    RoundingMetrics,
+    SideFileMetrics,
+    ValidationCaseResult,
+)
+from enginery.validate.findings import Findings, join_findings
+
+
+def case(name):
+    return ValidationCaseResult("model.onnx", name, "sweep", {}, [], "")
+
+
+def pooled(problem=""):
+    return EmbeddingMetrics(2, 1.0, 1.0, 1.0, problem)
+
+
+def test_lists_follow_each_other_and_the_last_figure_of_a_kind_stays():
+    first = Findings(cases=(case("one"),), notes=("a",), embeddings=pooled("far"))
+    last = Findings(cases=(case("odd"),), not_proven=("b",), embeddings=pooled())
+    joined = join_findings([first, Findings(), last, Findings(notes=("c",))])
+    assert [result.name for result in joined.cases] == ["one", "odd"]
+    assert (joined.notes, joined.not_proven) == (("a", "c"), ("b",))
+    assert joined.embeddings == pooled()
+    assert joined.layers is None
+    assert join_findings([]) == Findings()
+
+
+@pytest.mark.parametrize(
+    ("findings", "problems"),
+    [
+        (Findings(embeddings=pooled("far")), ["far"]),
+        (Findings(embeddings=pooled(), side_files=SideFileMetrics([], [], ["x"])), []),
+        (
+            Findings(
+                rounding=(
+                    RoundingMetrics("model.onnx", "logits", 0.0, ""),
+                    RoundingMetrics("model.onnx", "scores", 0.9, "90% is not rounding"),
+                )
+            ),
+            ["90% is not rounding"],
+        ),
+    ],
+)
+def test_problems_are_those_of_all_figures(findings, problems):
+    assert findings.problems == problems
