@@ -194,6 +194,11 @@ class LayerMetrics:
         more = f" ({len(failed)} of {len(self.layers)} layers fail)" if len(failed) > 1 else ""
         return f"{self.worst.layer}: {self.worst.describe()}{more}"
 
+    def with_graph(self, other: LayerMetrics) -> LayerMetrics:
+        """Return the layers of two graphs as one."""
+        layers, missing = [*self.layers, *other.layers], [*self.missing, *other.missing]
+        return LayerMetrics(max(self.rows, other.rows), layers, missing)
+
     def describe(self) -> str:
         """Describe the comparison in one line."""
         every = len(self.layers) + len(self.missing)

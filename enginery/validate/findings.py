@@ -60,13 +60,15 @@ class Findings:
 
 
 def join_findings(parts: Iterable[Findings]) -> Findings:
-    """Return all findings as one, in their order; of several figures of a kind, the last."""
+    """Return all findings as one, in their order; of several figures but layers, the last."""
     joined: dict[str, Any] = {}
     for part in parts:
         for field in fields(Findings):
             value = getattr(part, field.name)
             if isinstance(value, tuple):
                 joined[field.name] = (*joined.get(field.name, ()), *value)
+            elif isinstance(value, LayerMetrics) and field.name in joined:
+                joined[field.name] = joined[field.name].with_graph(value)
             elif value is not None:
                 joined[field.name] = value
     return Findings(**joined)

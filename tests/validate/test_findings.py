@@ -8,6 +8,7 @@ from enginery.reports.validation import (
     SideFileMetrics,
     ValidationCaseResult,
 )
+from enginery.reports.weights import LayerComparison, LayerMetrics
 from enginery.validate.findings import Findings, join_findings
 
 
@@ -48,3 +49,13 @@ def test_lists_follow_each_other_and_the_last_figure_of_a_kind_stays():
 )
 def test_problems_are_those_of_all_figures(findings, problems):
     assert findings.problems == problems
+
+
+def test_a_layer_that_fails_in_one_of_two_graphs_fails():
+    wrong = LayerMetrics(8, [LayerComparison("encoder/MatMul", 0.5, 0.1, 0.2)], [])
+    right = LayerMetrics(4, [LayerComparison("decoder/MatMul", 0.1, 0.1, 0.2)], ["decoder/Gemm"])
+    for first, second in ((wrong, right), (right, wrong)):
+        findings = join_findings([Findings(layers=first), Findings(layers=second)])
+        assert findings.layers is not None
+        assert (findings.layers.rows, findings.layers.missing) == (8, ["decoder/Gemm"])
+        assert "encoder/MatMul" in "".join(findings.problems)
