@@ -32,7 +32,7 @@ from enginery.reports.base import Report
 from enginery.reports.layer_errors import save_layer_errors
 
 STAGE = "optimize"
-STAGE_VERSION = "10"
+STAGE_VERSION = "11"
 """Incremented when the same inputs yield another artifact; part of the fingerprint."""
 TOOLS = ("onnx", "onnx-ir", "onnxscript", "numpy", "tokenizers")
 

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,13 +57,45 @@ def infer_types(model: ir.Model, *, sizes: bool = False) -> None:
         for node in norms:
             node.op_type = "LayerNormalization"
         # Not strict: ONNX has no schemas for ONNX Runtime's own ops, which graphs may contain.
-        ShapeInferencePass(check_type=False, strict_mode=False, data_prop=sizes)(model)
+        infer = ShapeInferencePass(check_type=False, strict_mode=False, data_prop=sizes)
+        infer(model)
+        if sizes and _complete_reshapes(model.graph):
+            infer(model)
     finally:
         for node in norms:
             node.op_type = "SimplifiedLayerNormalization"
         logger.setLevel(level)
     for graph in all_graphs(model.graph):
         infer_missing_types(graph, dict(model.opset_imports))
+
+
+def _complete_reshapes(graph: ir.Graph) -> bool:
+    """Set the sizes of Reshapes' outputs that follow from the other dims; return True if any was.
+
+    ONNX infers what a -1 stands for only if all other dims are numbers. The number of heads, in
+    (batch, sequence, 384) to (batch, sequence, -1, 64), follows from dims of the same name as well.
+    """
+    is_any = False
+    for node in graph:
+        source = node.inputs[0].shape if node.op_type == "Reshape" and node.inputs[0] else None
+        result = node.outputs[0].shape
+        if source is None or result is None:
+            continue
+        before, after = list(source), list(result)
+        for dim in source:
+            if isinstance(dim, ir.SymbolicDim) and dim.value is not None and dim in after:
+                before.remove(dim)
+                after.remove(dim)
+        sizes = [dim for dim in after if isinstance(dim, int)]
+        unknown = [dim for dim in after if not isinstance(dim, int)]
+        if len(unknown) != 1 or not all(isinstance(dim, int) and dim for dim in before):
+            continue
+        count, rest = divmod(math.prod(map(int, before)), max(math.prod(sizes), 1))
+        if count and not rest:
+            index = next(i for i, dim in enumerate(result) if dim == unknown[0])
+            node.outputs[0].shape = ir.Shape([*result[:index], count, *result[index + 1 :]])
+            is_any = True
+    return is_any
 
 
 def clear_shapes(model: ir.Model) -> None:
