@@ -11,6 +11,7 @@ import numpy as np
 import onnxruntime as ort
 import tritonclient
 from google.protobuf import text_format
+from tritonclient.utils import np_to_triton_dtype
 
 from enginery.deploy.triton.steps import FILES, open_step
 
@@ -44,13 +45,27 @@ def texts(values: Sequence[str]) -> np.ndarray:
     return array
 
 
+def _fits(array: np.ndarray, tensor: Any, batch: list[int]) -> bool:
+    """Return True if an array has the data type and the dims of a tensor's configuration."""
+    dims = [*batch, *tensor.dims]
+    return (
+        f"TYPE_{np_to_triton_dtype(array.dtype)}".replace("BYTES", "STRING")
+        == dtype_name(tensor.data_type)
+        and array.ndim == len(dims)
+        and all(dim in (-1, size) for dim, size in zip(dims, array.shape, strict=True))
+    )
+
+
 def run_ensemble(
     repository: Path,
     model: str,
     inputs: Mapping[str, np.ndarray],
     parameters: Mapping[str, Any] = {},
 ) -> dict[str, np.ndarray]:
-    """Return the outputs of version 1 of an ensemble, whose steps are run in this process."""
+    """Return the outputs of version 1 of an ensemble, whose steps are run in this process.
+
+    Raises AssertionError if a tensor is none of its configuration, which a server does not check.
+    """
     config = read_config(repository / model)
     tensors = dict(inputs)
     for step in config.ensemble_scheduling.step:
@@ -66,5 +81,10 @@ def run_ensemble(
             )
             names = [node.name for node in session.get_outputs()]
             outputs = dict(zip(names, session.run(names, arrays), strict=True))
+        batch = [-1] if part.max_batch_size else []
+        for tensor in (*part.input, *part.output):
+            array = (arrays | outputs).get(tensor.name)
+            assert array is not None or tensor.optional, tensor.name
+            assert array is None or _fits(array, tensor, batch), f"{step.model_name}: {tensor}"
         tensors |= {tensor: outputs[name] for name, tensor in step.output_map.items()}
     return {tensor.name: tensors[tensor.name] for tensor in config.output}

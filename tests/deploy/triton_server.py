@@ -106,7 +106,7 @@ def triton_server(directory: Path) -> Iterator[TritonServer]:
     python = os.environ.get("TRITON_PYTHON", "")
     if not python:
         pytest.skip("set TRITON_PYTHON to the Python of an environment with nvidia-pytriton")
-    packages = Path(python).parents[1] / f"lib/python{_VERSION}/site-packages"
+    packages = Path(python).absolute().parents[1] / f"lib/python{_VERSION}/site-packages"
     installed = packages / "pytriton/tritonserver"
     stub = installed / f"python_backend_stubs/{_VERSION}/triton_python_backend_stub"
     if not stub.is_file():
