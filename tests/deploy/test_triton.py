@@ -1,18 +1,22 @@
-"""Export to Triton: its proto and checks, results equal to load_model's, and repository updates."""
+"""Export to Triton: its proto, results equal to load_model's, and updates of a repository.
+
+`test_triton_server` has what a server does with them.
+"""
 
 import json
 import math
 import os
+import runpy
 import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from enginery import load_model
 from enginery.api import export_triton, quantize_model
 from enginery.cli import main
 from enginery.core.artifact.artifact import Artifact, commit_artifact
@@ -25,6 +29,7 @@ from enginery.core.errors import (
     ShapeError,
 )
 from enginery.core.shapes import Profile, TensorSpec
+from enginery.deploy.triton import steps as triton_steps
 from enginery.deploy.triton.engines import largest_batch
 from enginery.deploy.triton.options import TritonConfig
 from enginery.deploy.triton.steps import TextSteps, graph_outputs, open_text_task
@@ -34,24 +39,14 @@ from enginery.runtime.providers.options import read_options
 from enginery.runtime.tasks import find_task
 from enginery.runtime.tasks.tag import TokenSpan
 from tests.core.artifacts import made_for, start, verdict
-from tests.deploy.triton_server import (
-    Request,
-    Tensor,
-    TritonDouble,
-    TritonError,
-    dtype_name,
-    newest_version,
-    read_config,
-    texts,
-)
+from tests.deploy.triton_answers import ASKED, check_answers
+from tests.deploy.triton_repository import PROTO, dtype_name, read_config, run_ensemble, texts
 from tests.engine.made import with_engines
 from tests.engine.products import product
 from tests.publish.products import large
 from tests.tiny import TEXT, TEXT_TASKS
-from tests.tolerances import OUTPUTS, SCORES
+from tests.tolerances import SCORES
 
-ASKED = ["The engine is warm.", "Marie Curie lived in Paris, not far from the Seine.", "Rain."]
-CONTEXT = " ".join(["The pump runs. The cat sleeps on the boat."] * 12)
 CLASSIC = {"flavor": "tensorrt", "tensorrt": "10.16.1.11"}
 
 
@@ -65,169 +60,51 @@ def mood(exported):
     return exported("bert", "text-classification")
 
 
-@pytest.fixture
-def serve(models):
-    """Return a function that exports an artifact and loads it in a test double of Triton."""
-
-    def make(artifact, **options):
-        export_triton(artifact, models, name="m", provider="cpu", **options)
-        return TritonDouble(models)
-
-    return make
-
-
-def answers(task, found):
-    """Return the outputs of the double as the result type of the library."""
-    if task == "feature-extraction":
-        return found["embedding"]
-    if task == "token-classification":
-        return [json.loads(text) for text in found["entities"]]
-    if task == "fill-mask":
-        return [json.loads(text) for text in found["fillings"]]
-    names = "answer" if task == "question-answering" else "label"
-    rows = zip(found[names], found["score"], strict=True)
-    return [[(text.decode(), score) for text, score in zip(*row, strict=True)] for row in rows]
-
-
-def expected(task, model, inputs):
-    if task == "feature-extraction":
-        return model.embed(inputs)
-    if task == "token-classification":
-        return [[span.to_dict() for span in spans] for spans in model.tag(inputs)]
-    if task == "fill-mask":
-        return [filled.to_dict() for filled in model.fill(inputs)]
-    if task == "question-answering":
-        return [[(a.text, a.score) for a in found] for found in model.answer(inputs)]
-    return [[(x.label, x.score) for x in found.labels] for found in model.classify(inputs)]
-
-
-def close(found, wanted):
-    """Assert that results are equal, with tolerances for the padding of other batches."""
-    if isinstance(wanted, dict):
-        return found.keys() == wanted.keys() and all(close(found[k], wanted[k]) for k in wanted)
-    if isinstance(wanted, list | tuple):
-        return len(found) == len(wanted) and all(map(close, found, wanted))
-    if isinstance(wanted, float):
-        return math.isclose(found, wanted, abs_tol=SCORES)
-    return found == wanted
-
-
 # Texts in, answers out
 
 
 @pytest.mark.parametrize("task", TEXT_TASKS)
-def test_ensemble_has_the_results_of_load_model(exported, serve, task):
+def test_steps_have_the_results_of_load_model(exported, models, task):
     artifact = exported("bert", task)
-    server = serve(artifact)
-    assert sorted(server.configs) == ["m", "m-answers", "m-graph", "m-tokenizer"]
-    asked = [f"{text} [MASK]" for text in ASKED] if task == "fill-mask" else ASKED
-    inputs = {"text": texts(asked)}
-    if task == "question-answering":
-        asked = [("Who runs?", CONTEXT), ("Where?", "In Paris."), ("Who?", "A cat.")]
-        inputs = {"question": texts([q for q, _ in asked]), "context": texts([c for _, c in asked])}
-    found = answers(task, server.infer("m", inputs))
-    with load_model(artifact) as model:
-        wanted = expected(task, model, asked)
-    if task == "feature-extraction":
-        np.testing.assert_allclose(found, wanted, atol=OUTPUTS)
-        assert found.dtype == np.float32
-    else:
-        assert close(found, wanted)
-
-
-def test_long_context_becomes_several_rows(exported, serve):
-    server = serve(exported("bert", "question-answering"))
-    inputs = {"question": texts(["Who runs?"]), "context": texts([CONTEXT])}
-    server.infer("m", inputs)
-    assert server.batches[-1][0] > 1
+    found = export_triton(artifact, models, name="m", provider="cpu")
+    assert found.models == ("m-graph", "m-tokenizer", "m-answers", "m")
+    check_answers(artifact, lambda inputs: run_ensemble(models, "m", inputs))
 
 
 @pytest.mark.more
-def test_real_model_has_the_same_embeddings(minilm, serve):
+def test_real_model_has_the_same_embeddings(minilm, models):
     from enginery import export_model
 
     artifact = export_model(minilm, task="feature-extraction")
-    server = serve(artifact)
-    found = server.infer("m", {"text": texts(ASKED)})["embedding"]
-    with load_model(artifact) as model:
-        np.testing.assert_allclose(found, model.embed(ASKED), atol=SCORES)
-    short = server.infer("m", {"text": texts(ASKED)}, {"dimensions": 64, "normalize": True})
-    assert short["embedding"].shape == (3, 64)
-    np.testing.assert_allclose(np.linalg.norm(short["embedding"], axis=1), 1, atol=1e-6)
-    assert list(server.configs["m"].output[0].dims) == [-1, -1]
+    export_triton(artifact, models, name="m", provider="cpu")
+    check_answers(artifact, lambda inputs: run_ensemble(models, "m", inputs), atol=SCORES)
+    options = {"dimensions": 64, "normalize": True}
+    short = run_ensemble(models, "m", {"text": texts(ASKED)}, options)["embedding"]
+    assert short.shape == (3, 64)
+    np.testing.assert_allclose(np.linalg.norm(short, axis=1), 1, atol=1e-6)
+    assert list(read_config(models / "m").output[0].dims) == [-1, -1]
 
 
-def test_pairs_of_texts_are_an_optional_input(mood, serve):
-    server = serve(mood)
-    first, second = ASKED[:2], ASKED[1:]
-    both = {"text": texts(first), "text_pair": texts(second)}
-    found = answers("text-classification", server.infer("m", both))
-    with load_model(mood) as model:
-        pairs = list(zip(first, second, strict=True))
-        assert close(found, expected("text-classification", model, pairs))
-        assert not close(found, expected("text-classification", model, first))
-    assert [tensor.optional for tensor in server.configs["m"].input] == [False, True]
-    with pytest.raises(TritonError, match=r"inputs differ in length: text 2, text_pair 1"):
-        server.infer("m", {"text": texts(first), "text_pair": texts(second[:1])})
+@pytest.mark.more
+@pytest.mark.parametrize("kind", ["roberta", "distilbert", "deberta-v2"])
+def test_other_architectures(exported, models, kind):
+    artifact = exported(kind, "token-classification")
+    export_triton(artifact, models, name="m", provider="cpu")
+    check_answers(artifact, lambda inputs: run_ensemble(models, "m", inputs))
 
 
-@pytest.mark.parametrize(
-    ("parameters", "said"),
-    [
-        ({"top_kk": 1}, "unknown option 'parameters.top_kk'; did you mean 'top_k'?"),
-        ({"top_k": "two"}, "parameters.top_k: found the string 'two', expected a whole number"),
-        ({"top_k": True}, "parameters.top_k: found true, expected a whole number from 0 to 10000"),
-        ({"activation": "softmaxx"}, "expected auto or softmax or sigmoid or none"),
-        ({"truncate": 1}, "parameters.truncate: found the number 1, expected true or false"),
-    ],
-)
-def test_invalid_parameter_is_a_client_error(mood, serve, parameters, said):
-    server = serve(mood)
-    with pytest.raises(TritonError) as error:
-        server.infer("m", {"text": texts(ASKED)}, parameters)
-    assert said in str(error.value)
-    assert error.value.code == TritonError.INVALID_ARG
+def test_second_text_is_an_optional_input(mood, models):
+    export_triton(mood, models, name="m")
+    assert [tensor.optional for tensor in read_config(models / "m").input] == [False, True]
 
 
-def test_parameters_work_as_in_the_library(mood, exported, serve):
-    server = serve(mood)
-    one = {"text": texts(ASKED[:1])}
-    found = server.infer("m", one, {"top_k": 2, "activation": "none", "timeout": 5})
-    with load_model(mood) as model:
-        (wanted,) = model.classify(ASKED[:1], top_k=2, activation="none")
-    assert [text.decode() for text in found["label"][0]] == [x.label for x in wanted.labels]
-    np.testing.assert_allclose(found["score"][0], [x.score for x in wanted.labels], atol=OUTPUTS)
-    long = {"text": texts([" ".join(ASKED * 30)])}
-    assert server.infer("m", long)["score"].shape == (1, 3)
-    with pytest.raises(TritonError, match=r"input 0 is too long: expected at most 128 tokens"):
-        server.infer("m", long, {"truncate": False})
-
-
-def test_texts_are_padded_to_common_shapes_for_batching(mood, serve):
-    server = serve(mood, pad_multiple=48)
-    shapes = []
-    for text in (ASKED[0], ASKED[2]):
-        server.infer("m", {"text": texts([text])})
-        shapes.append(server.batches[-1])
-    assert shapes == [(1, 48), (1, 48)]
-    server.infer("m", {"text": texts([" ".join(ASKED * 30)])})
-    assert server.batches[-1] == (1, 128), "never beyond what the model takes"
-
-
-def test_more_rows_than_a_batch_are_an_error(mood, serve):
-    server = serve(mood, max_batch_size=2)
-    with pytest.raises(TritonError, match=r"3 rows, expected at most 2 in one request"):
-        server.infer("m", {"text": texts(ASKED)})
-
-
-def test_invalid_utf8_is_a_client_error(mood, serve):
-    server = serve(mood)
-    broken = texts(ASKED)
-    broken[1] = b"\xff\xfe"
-    with pytest.raises(TritonError, match=r"text 1 is not UTF-8: byte 0 of 2"):
-        server.infer("m", {"text": broken})
-    with pytest.raises(TritonError, match="text is empty"):
-        server.infer("m", {"text": texts([])})
+def test_texts_are_padded_to_common_shapes_for_batching(mood):
+    steps = text_steps(mood, pad_multiple=48)
+    shapes = [
+        steps.tokenize({"text": texts([text])}, {})["input_ids"].shape
+        for text in (ASKED[0], ASKED[2], " ".join(ASKED * 30))
+    ]
+    assert shapes == [(1, 48), (1, 48), (1, 128)], "never beyond what the model takes"
 
 
 def text_steps(artifact, **changes):
@@ -308,27 +185,27 @@ def test_results_in_json_have_no_nan(exported, monkeypatch):
 
 
 @pytest.mark.parametrize("value", [5, 1 << 40, -1, None, 1.5, [b"a"]])
-def test_value_that_is_not_text_is_a_client_error(mood, serve, value):
+def test_value_that_is_not_text_is_an_error(mood, value):
     given = texts(ASKED)
     given[1] = value
-    with pytest.raises(TritonError, match=r"text 1 is a \w+, expected a text") as error:
-        serve(mood).infer("m", {"text": given})
-    assert error.value.code == TritonError.INVALID_ARG
+    with pytest.raises(InputError, match=r"text 1 is a \w+, expected a text"):
+        text_steps(mood).tokenize({"text": given}, {})
 
 
-def test_failed_request_does_not_fail_others_of_its_call(mood, serve, monkeypatch, capsys):
-    model = serve(mood).python["m-tokenizer"]
-    good = Request([Tensor("text", texts(ASKED))], ["input_ids"], "")
-    broken = Request([Tensor("text", texts(ASKED))], ["input_ids"], "{")
-    found = model.execute([good, broken, good])
-    assert [response.error is None for response in found] == [True, False, True]
-    assert found[1].error.code == TritonError.INTERNAL
-    assert str(found[1].error).startswith("internal error: JSONDecodeError")
+def test_failed_request_does_not_fail_others_of_its_call(monkeypatch, capsys):
+    backend = Mock()
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", backend)
+    path = Path(triton_steps.__file__).with_name("python_model.py")
+    model = runpy.run_path(str(path))["TritonPythonModel"]()
+    model.inputs, model.step = ["text"], Mock(side_effect=[{}, ZeroDivisionError, {}])
+    request = Mock(parameters=str, requested_output_names=list)
+    assert len(model.execute([request] * 3)) == 3
+    responses = [list(call.kwargs) for call in backend.InferenceResponse.call_args_list]
+    assert responses == [["output_tensors"], ["error"], ["output_tensors"]]
+    (error,) = backend.TritonError.call_args_list
+    message = "internal error: ZeroDivisionError; see the server's log."
+    assert error.args == (message, backend.TritonError.INTERNAL)
     assert "Traceback" in capsys.readouterr().err
-    on_gpu = Tensor("text", texts(ASKED))
-    monkeypatch.setattr(on_gpu, "as_numpy", lambda: 1 / 0, raising=False)
-    found = model.execute([Request([on_gpu], ["input_ids"], ""), good])
-    assert [response.error is None for response in found] == [False, True]
 
 
 def test_outputs_with_too_few_rows_are_an_error(mood):
@@ -424,20 +301,7 @@ def test_image_model_exports_only_the_graph(exported, models):
     found = export_triton(exported("vit", "image-classification"), models, name="m", provider="cpu")
     assert found.models == ("m",)
     assert "exported only the graph: the model takes images" in found.notes
-    server = TritonDouble(models)
-    pixels = np.zeros((2, 3, 32, 32), np.float32)
-    assert server.infer("m", {"pixel_values": pixels})["logits"].shape == (2, 3)
     assert (models / "m/labels.txt").read_text().split() == ["cat", "boat", "tree"]
-
-
-@pytest.mark.more
-@pytest.mark.parametrize("kind", ["roberta", "distilbert", "deberta-v2"])
-def test_other_architectures(exported, serve, kind):
-    artifact = exported(kind, "token-classification")
-    found = serve(artifact).infer("m", {"text": texts(ASKED)})
-    with load_model(artifact) as model:
-        wanted = expected("token-classification", model, ASKED)
-    assert close(answers("token-classification", found), wanted)
 
 
 def test_fixed_batch_is_not_batched_by_triton(tmp_path, models):
@@ -451,10 +315,6 @@ def test_fixed_batch_is_not_batched_by_triton(tmp_path, models):
     ):
         export_triton(fixed, models, name="m", provider="cpu", preferred_batch_size=(2,))
     assert any("Triton cannot batch requests" in note for note in found.notes)
-    assert TritonDouble(models).infer("m", {"x": np.ones((4, 64), np.float32)})["y"].shape == (
-        4,
-        64,
-    )
 
 
 def test_graph_of_several_files_is_a_folder(exported, tmp_path, models):
@@ -463,8 +323,6 @@ def test_graph_of_several_files_is_a_folder(exported, tmp_path, models):
     export_triton(artifact, models, name="m", provider="cpu")
     folder = models / "m-graph/1/model.onnx"
     assert sorted(path.name for path in folder.iterdir()) == ["model.onnx", "model.onnx.data"]
-    found = TritonDouble(models).infer("m", {"text": texts(ASKED)})
-    assert found["score"].shape == (3, 3)
     data = (folder / "model.onnx.data").stat()
     assert data.st_nlink > 1, "a large file is linked, not copied"
     assert data.st_mode & 0o777 == 0o664, "a hard link shares its mode with the artifact's file"
@@ -476,7 +334,7 @@ def test_one_of_several_graphs_must_be_chosen(exported, models):
         export_triton(artifact, models)
     (encoder, *_) = (g.file for g in artifact.manifest.graphs if "encoder" in g.file)
     export_triton(artifact, models, graph=encoder, name="encoder", provider="cpu")
-    assert TritonDouble(models).configs["encoder"].max_batch_size == 32
+    assert read_config(models / "encoder").max_batch_size == 32
 
 
 def test_unsupported_data_type_is_an_error(tmp_path, models):
@@ -516,8 +374,6 @@ def test_config_text_is_parsed_to_the_same_values():
         }
     )
     from google.protobuf import text_format
-
-    from tests.deploy.triton_server import PROTO
 
     found = text_format.Parse(config, PROTO.ModelConfig())
     assert (found.name, found.max_batch_size, list(found.parameters)) == (name, 3, [name])
@@ -799,8 +655,7 @@ def test_older_version_is_kept_and_the_newest_is_served(mood, tmp_path, models):
     assert any("version 1 is kept beside 2" in note for note in found.notes)
     assert tree(models / "m-graph/1") == before
     for part in ("m", "m-graph", "m-tokenizer", "m-answers"):
-        assert newest_version(models / part).name == "2"
-    assert TritonDouble(models).infer("m", {"text": texts(ASKED)})["score"].shape == (3, 3)
+        assert (models / part / "2").is_dir()
     with pytest.raises(OptionError, match=r"'version' is 1, but .* has version 2, which Triton"):
         export_triton(mood, models, name="m", provider="cpu")
     whole = tree(models)
@@ -934,9 +789,8 @@ def test_exports_with_different_stores_are_serialized(mood, models, tmp_path):
     assert [child.communicate("go\n")[1] for child in (first, second)] == ["", ""]
     assert (first.returncode, second.returncode) == (0, 0)
     parts = ("", "-graph", "-tokenizer", "-answers")
-    assert sorted(TritonDouble(models).configs) == sorted(
-        n + p for n in ("one", "two") for p in parts
-    )
+    names = sorted(n + p for n in ("one", "two") for p in parts)
+    assert sorted(read_config(directory).name for directory in models.iterdir()) == names
     assert not list(models.parent.glob(".tmp-*"))
 
 

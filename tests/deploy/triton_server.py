@@ -1,406 +1,156 @@
-"""A test double of Triton that checks and runs a model repository.
+"""A Triton server on 127.0.0.1.
 
-    server = TritonDouble(tmp_path / "models")
+with triton_server(directory) as server:
+    export_triton(artifact, server.repository, name="mood", provider="cpu")
+    server.load("mood")
     server.infer("mood", {"text": texts(["It runs again."])}, {"top_k": 1})["label"]
-
-Configurations are parsed with tritonclient's model_config_pb2, generated from Triton's own proto.
-Further checks follow Triton's code; each names the function. The double
-runs Python models with a double of triton_python_backend_utils, graphs with ONNX Runtime, and
-ensembles step by step. Everything else that a Triton server does is not tested.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import os
+import shutil
+import site
 import sys
-from collections.abc import Mapping
+import sysconfig
+import venv
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
-import tritonclient
-from google.protobuf import json_format, text_format
+import pytest
+import tritonclient.http as triton
+from tritonclient.utils import np_to_triton_dtype
 
-_NUMPY = {
-    "TYPE_BOOL": np.bool_,
-    "TYPE_INT8": np.int8,
-    "TYPE_UINT8": np.uint8,
-    "TYPE_INT32": np.int32,
-    "TYPE_INT64": np.int64,
-    "TYPE_FP16": np.float16,
-    "TYPE_FP32": np.float32,
-    "TYPE_FP64": np.float64,
-    "TYPE_STRING": np.object_,
-}
-_ORT = {
-    "tensor(int64)": "TYPE_INT64",
-    "tensor(int32)": "TYPE_INT32",
-    "tensor(bool)": "TYPE_BOOL",
-    "tensor(float)": "TYPE_FP32",
-    "tensor(float16)": "TYPE_FP16",
-}
+from tests.publish.targets.servers import free_port, running, wait_for
+
+_ROOT = Path(__file__).parents[2]
+_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
+_ONNX_RUNTIME = Path(__file__).with_name("triton_onnxruntime.py")
 
 
-def _proto() -> Any:
-    """Import the proto of tritonclient.grpc without grpc."""
-    path = Path(tritonclient.__path__[0]) / "grpc/model_config_pb2.py"
-    spec = importlib.util.spec_from_file_location("triton_model_config_pb2", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-PROTO = _proto()
-DATA_TYPES = PROTO.DataType
-
-
-def read_config(directory: Path) -> Any:
-    """Parse the config.pbtxt of a model's folder, and check it as Triton does."""
-    text = (directory / "config.pbtxt").read_text(encoding="utf-8")
-    config = text_format.Parse(text, PROTO.ModelConfig())
-    check(directory, config)
-    return config
-
-
-def texts(values: list[str]) -> np.ndarray:
-    """Return a BYTES tensor (n,)."""
-    array = np.empty(len(values), dtype=object)
-    array[:] = [value.encode() for value in values]
-    return array
-
-
-def newest_version(directory: Path) -> Path:
-    """Return the folder of the version that `version_policy` selects."""
-    versions = [path for path in directory.iterdir() if path.is_dir() and path.name.isdecimal()]
-    return max(versions, key=lambda path: int(path.name))
-
-
-def dtype_name(number: int) -> str:
-    return DATA_TYPES.Name(number)
-
-
-# What the proto cannot hold
-
-
-def check(directory: Path, config: Any) -> None:
-    """Raise AssertionError if Triton would not load the model."""
-    assert config.name == directory.name
-    assert config.version_policy.latest.num_versions == 1
-    version = newest_version(directory)
-    assert int(version.name) >= 1
-    _check_kind(config)
-    _check_tensors(config)
-    _check_batching(config)
-    _check_files(directory, version, config)
-    if config.platform == "ensemble":
-        _check_ensemble(config)
-    else:
-        _check_instances(config)
-    _check_warmup(directory, config)
-
-
-def _check_kind(config: Any) -> None:
-    """Check platform and backend, as ValidateModelConfig does."""
-    pairs = {
-        ("ensemble", ""),
-        ("onnxruntime_onnx", "onnxruntime"),
-        ("tensorrt_plan", "tensorrt"),
-        ("", "python"),
-    }
-    assert (config.platform, config.backend) in pairs
-    assert config.HasField("version_policy")
-
-
-def _check_tensors(config: Any) -> None:
-    """Check shapes, as ValidateIOShape does."""
-    names = [tensor.name for tensor in (*config.input, *config.output)]
-    assert config.input
-    assert config.output
-    for group in (config.input, config.output):
-        assert len({tensor.name for tensor in group}) == len(group)
-    assert all(names)
-    for tensor in (*config.input, *config.output):
-        assert tensor.data_type != DATA_TYPES.TYPE_INVALID, tensor.name
-        assert tensor.dims or tensor.HasField("reshape"), tensor.name
-        assert all(dim == -1 or dim >= 1 for dim in tensor.dims), tensor.name
-    # ModelInstanceState::ValidateInputs of the ONNX Runtime backend
-    if config.max_batch_size and config.backend == "onnxruntime":
-        assert not any(tensor.optional for tensor in config.input)
-
-
-def _check_batching(config: Any) -> None:
-    """Check preferred batch sizes, as ValidateModelConfig does."""
-    assert config.max_batch_size >= 0
-    batching = config.dynamic_batching
-    assert all(1 <= size <= config.max_batch_size for size in batching.preferred_batch_size)
-    if config.HasField("dynamic_batching"):
-        assert config.max_batch_size > 0, "nothing to batch"
-
-
-def _check_instances(config: Any) -> None:
-    """Check instance groups, as ValidateInstanceGroup does: only TensorRT has profiles."""
-    assert config.instance_group
-    for group in config.instance_group:
-        assert group.count >= 1
-        assert config.platform == "tensorrt_plan" or not group.profile
-        assert all(profile.isdecimal() for profile in group.profile)
-
-
-def _check_files(directory: Path, version: Path, config: Any) -> None:
-    for tensor in config.output:
-        assert not tensor.label_filename or (directory / tensor.label_filename).is_file()
-    plans = list(config.cc_model_filenames.values())
-    wanted = {
-        "onnxruntime": [config.default_model_filename or "model.onnx"],
-        "tensorrt": plans or [config.default_model_filename or "model.plan"],
-        "python": ["model.py"],
-        "": [],
-    }[config.backend]
-    for name in wanted:
-        path = version / name
-        assert path.exists(), path
-        assert path.is_file() or (path / "model.onnx").is_file()
-    assert all("." in capability for capability in config.cc_model_filenames)
-
-
-def _check_ensemble(config: Any) -> None:
-    """Check that each tensor is written once and read, as ValidateEnsembleSchedulingConfig does."""
-    assert not config.instance_group
-    assert not config.HasField("optimization")
-    assert not config.model_warmup
-    written = [tensor.name for tensor in config.input]
-    read = [tensor.name for tensor in config.output]
-    for step in config.ensemble_scheduling.step:
-        assert set(step.input_map.values()) <= set(written), "steps are in their order"
-        read += step.input_map.values()
-        written += step.output_map.values()
-    assert len(set(written)) == len(written)
-    assert set(read) == set(written)
-
-
-def _check_warmup(directory: Path, config: Any) -> None:
-    """Check warm-up samples, as TritonModelInstance::GenerateWarmupData does."""
-    by_name = {tensor.name: tensor for tensor in config.input}
-    for sample in config.model_warmup:
-        assert 1 <= sample.batch_size <= max(config.max_batch_size, 1)
-        assert set(sample.inputs) == set(by_name)
-        for name, given in sample.inputs.items():
-            assert given.data_type == by_name[name].data_type
-            assert len(given.dims) == len(by_name[name].dims)
-            assert all(
-                size >= 1 and dim in (-1, size)
-                for size, dim in zip(given.dims, by_name[name].dims, strict=True)
-            )
-            if given.input_data_file:
-                item = np.dtype(_NUMPY[dtype_name(given.data_type)]).itemsize
-                file = directory / "warmup" / given.input_data_file
-                assert file.stat().st_size == item * int(np.prod(list(given.dims)))
-            else:
-                assert given.zero_data
-
-
-def check_graph(config: Any, session: ort.InferenceSession) -> None:
-    """Check dims, as CompareDimsSupported of the ONNX Runtime backend does."""
-    batch = [-1] if config.max_batch_size else []
-    tensors = [
-        (config.input, session.get_inputs(), False),
-        (config.output, session.get_outputs(), True),
+def tensors(inputs: Mapping[str, np.ndarray]) -> list[triton.InferInput]:
+    """Return inputs as tritonclient's."""
+    return [
+        triton.InferInput(
+            name, list(array.shape), np_to_triton_dtype(array.dtype)
+        ).set_data_from_numpy(array)
+        for name, array in inputs.items()
     ]
-    for described, found, is_exact in tensors:
-        assert {tensor.name for tensor in described} <= {node.name for node in found}
-        assert is_exact or len(described) == len(found)
-        for tensor in described:
-            node = next(node for node in found if node.name == tensor.name)
-            assert _ORT[node.type] == dtype_name(tensor.data_type)
-            model = [dim if isinstance(dim, int) else -1 for dim in node.shape]
-            full = batch + list(tensor.dims)
-            assert len(model) == len(full), tensor.name
-            if batch:
-                assert model[0] == -1
-            for size, wanted in zip(model, full, strict=True):
-                assert size == wanted or (not is_exact and size == -1), tensor.name
 
 
-# The double
+def arrays(result: triton.InferResult) -> dict[str, np.ndarray]:
+    """Return the outputs of tritonclient's result by name."""
+    names = [output["name"] for output in result.get_response()["outputs"]]
+    return {name: result.as_numpy(name) for name in names}
 
 
-class TritonError(Exception):
-    """An error response."""
+@dataclass(frozen=True)
+class TritonServer:
+    """A server that loads models when it is told to."""
 
-    INVALID_ARG, INTERNAL = "INVALID_ARG", "INTERNAL"
+    address: str
+    client: triton.InferenceServerClient
+    repository: Path
+    log: Path
 
-    def __init__(self, message: str, code: str = INTERNAL) -> None:
-        super().__init__(message)
-        self.code = code
-
-
-class Tensor:
-    """Test double of pb_utils.Tensor."""
-
-    def __init__(self, name: str, array: np.ndarray) -> None:
-        self._name, self._array = name, array
-
-    def name(self) -> str:
-        return self._name
-
-    def as_numpy(self) -> np.ndarray:
-        return self._array
-
-
-class Request:
-    """Test double of pb_utils.InferenceRequest."""
-
-    def __init__(self, tensors: list[Tensor], wanted: list[str], parameters: str) -> None:
-        self._tensors, self._wanted, self._parameters = tensors, wanted, parameters
-
-    def inputs(self) -> list[Tensor]:
-        return self._tensors
-
-    def requested_output_names(self) -> list[str]:
-        return self._wanted
-
-    def parameters(self) -> str:
-        return self._parameters
-
-
-def pb_utils() -> ModuleType:
-    """Return a test double of triton_python_backend_utils."""
-    module = ModuleType("triton_python_backend_utils")
-    module.Tensor = Tensor
-    module.TritonError = TritonError
-    module.InferenceResponse = lambda output_tensors=(), error=None: SimpleNamespace(
-        output_tensors=list(output_tensors), error=error
-    )
-    module.get_input_tensor_by_name = lambda request, name: next(
-        (tensor for tensor in request.inputs() if tensor.name() == name), None
-    )
-    return module
-
-
-class TritonDouble:
-    """Test double of a Triton server with all models of a repository."""
-
-    def __init__(self, repository: Path) -> None:
-        self.configs = {
-            path.name: read_config(path) for path in repository.iterdir() if path.is_dir()
-        }
-        self._repository = repository
-        self.batches: list[tuple[int, ...]] = []
-        """Shapes of the inputs of graphs."""
-        self.python: dict[str, Any] = {}
-        """Instances of the Python models."""
-        self._loaded = {name: self._load(config) for name, config in self.configs.items()}
-        for name in self.configs:
-            self._warm_up(name)
+    def load(self, model: str) -> None:
+        """Load a model, with the models of an ensemble; raise InferenceServerException."""
+        self.client.load_model(model)
 
     def infer(
-        self, model: str, inputs: Mapping[str, np.ndarray], parameters: Mapping[str, Any] = {}
+        self,
+        model: str,
+        inputs: Mapping[str, np.ndarray],
+        parameters: Mapping[str, Any] = {},
+        **options: Any,
     ) -> dict[str, np.ndarray]:
-        """Return the outputs for a request; raise TritonError if it fails."""
-        config = self.configs[model]
-        self._check_request(config, inputs)
-        run = self._loaded[model]
-        found = run(dict(inputs), dict(parameters))
-        for tensor in config.output:
-            if tensor.name in found:
-                _check_fit(config, tensor, found[tensor.name])
-        return found
+        """Return the outputs for a request; raise InferenceServerException if it fails.
 
-    def _load(self, config: Any) -> Any:
-        version = newest_version(self._repository / config.name)
-        if config.platform == "ensemble":
-            return lambda inputs, parameters: self._ensemble(config, inputs, parameters)
-        if config.backend == "python":
-            return self._python(config, version)
-        path = version / "model.onnx"
-        path = path / "model.onnx" if path.is_dir() else path
-        session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
-        check_graph(config, session)
+        Args:
+            model: its name.
+            inputs: name -> array.
+            parameters: parameters of the request.
+            options: of tritonclient's `infer`, such as `outputs` and `timeout`.
+        """
+        options["parameters"] = dict(parameters) or None
+        return arrays(self.client.infer(model, tensors(inputs), **options))
 
-        def run(inputs: dict[str, np.ndarray], _: dict[str, Any]) -> dict[str, np.ndarray]:
-            self.batches.append(next(iter(inputs.values())).shape)
-            names = [tensor.name for tensor in config.output]
-            return dict(zip(names, session.run(names, inputs), strict=True))
+    def infer_together(
+        self, model: str, requests: list[Mapping[str, np.ndarray]]
+    ) -> list[dict[str, np.ndarray]]:
+        """Return the outputs for several requests, which are sent at the same time."""
+        sent = [self.client.async_infer(model, tensors(inputs)) for inputs in requests]
+        return [arrays(request.get_result()) for request in sent]
 
-        return run
+    def batches(self, model: str) -> list[tuple[int, ...]]:
+        """Return the shapes of the first input of each run of a graph."""
+        lines = [line for line in self.log.read_text().splitlines() if line.startswith('{"model"')]
+        return [tuple(run["shape"]) for run in map(json.loads, lines) if run["model"] == model]
 
-    def _python(self, config: Any, version: Path) -> Any:
-        sys.modules["triton_python_backend_utils"] = pb_utils()
-        try:
-            spec = importlib.util.spec_from_file_location("model", version / "model.py")
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        finally:
-            del sys.modules["triton_python_backend_utils"]
-        model = self.python[config.name] = module.TritonPythonModel()
-        as_json = json_format.MessageToJson(config, preserving_proto_field_name=True)
-        model.initialize(
-            {
-                "model_config": as_json,
-                "model_repository": str(version.parent),
-                "model_version": version.name,
-                "model_name": config.name,
-                "model_instance_kind": "CPU",
-                "model_instance_device_id": "0",
-            }
+
+@contextmanager
+def triton_server(directory: Path) -> Iterator[TritonServer]:
+    """Run a server with an empty repository, which loads models on demand.
+
+    It is the one of nvidia-pytriton, with its Python backend; `tests.deploy.triton_onnxruntime` is
+    in the place of two others. TRITON_PYTHON names the Python of its environment.
+
+    Args:
+        directory: an empty one.
+    """
+    python = os.environ.get("TRITON_PYTHON", "")
+    if not python:
+        pytest.skip("set TRITON_PYTHON to the Python of an environment with nvidia-pytriton")
+    packages = Path(python).absolute().parents[1] / f"lib/python{_VERSION}/site-packages"
+    installed = packages / "pytriton/tritonserver"
+    stub = installed / f"python_backend_stubs/{_VERSION}/triton_python_backend_stub"
+    if not stub.is_file():
+        pytest.fail(f"TRITON_PYTHON is {python}, which has no nvidia-pytriton for {_VERSION}")
+    backends = directory / "backends"
+    shutil.copytree(installed / "backends", backends)
+    shutil.copy(stub, backends / "python")
+    (backends / "python" / stub.name).chmod(0o755)
+    for name in ("onnxruntime", "tensorrt"):
+        (backends / name).mkdir()
+        shutil.copy(_ONNX_RUNTIME, backends / name / "model.py")
+    # The stub ignores PYTHONPATH: its packages are those of the first `python3` on PATH. This one
+    # has NumPy 1 from TRITON_PYTHON, because the stub's pybind11 cannot read arrays of NumPy 2, and
+    # all others from the environment of the tests.
+    environment = directory / "python"
+    venv.create(environment, symlinks=True)
+    paths = [packages, _ROOT, *site.getsitepackages()]
+    added = environment / f"lib/python{_VERSION}/site-packages/tests.pth"
+    added.write_text("".join(f"{path}\n" for path in paths))
+    libraries = [packages / "nvidia_pytriton.libs", sysconfig.get_config_var("LIBDIR")]
+    repository, log, port = directory / "models", directory / "server.log", free_port()
+    repository.mkdir()
+    command = [
+        installed / "bin/tritonserver",
+        f"--model-repository={repository}",
+        f"--backend-directory={backends}",
+        "--model-control-mode=explicit",
+        "--http-address=127.0.0.1",
+        f"--http-port={port}",
+        "--allow-grpc=false",
+        "--allow-metrics=false",
+    ]
+    variables = {
+        **os.environ,
+        "PATH": f"{environment / 'bin'}:{os.environ['PATH']}",
+        "LD_LIBRARY_PATH": ":".join(map(str, libraries)),
+    }
+    address = f"http://127.0.0.1:{port}"
+    with running([str(word) for word in command], log, variables) as server:
+        wait_for(f"{address}/v2/health/ready", server, log)
+        client = triton.InferenceServerClient(
+            f"127.0.0.1:{port}", concurrency=8, network_timeout=240, connection_timeout=240
         )
-        wanted = [tensor.name for tensor in config.output]
-
-        def run(inputs: dict[str, np.ndarray], given: dict[str, Any]) -> dict[str, np.ndarray]:
-            tensors = [Tensor(name, array) for name, array in inputs.items()]
-            request = Request(tensors, wanted, json.dumps(given) if given else "")
-            (response,) = model.execute([request])
-            if response.error is not None:
-                raise response.error
-            return {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors}
-
-        return run
-
-    def _ensemble(
-        self, config: Any, inputs: dict[str, np.ndarray], parameters: dict[str, Any]
-    ) -> dict[str, np.ndarray]:
-        tensors = dict(inputs)
-        for step in config.ensemble_scheduling.step:
-            given = {
-                name: tensors[tensor]
-                for name, tensor in step.input_map.items()
-                if tensor in tensors
-            }
-            found = self.infer(step.model_name, given, parameters)
-            tensors |= {tensor: found[name] for name, tensor in step.output_map.items()}
-        return {tensor.name: tensors[tensor.name] for tensor in config.output}
-
-    def _check_request(self, config: Any, inputs: Mapping[str, np.ndarray]) -> None:
-        known = {tensor.name: tensor for tensor in config.input}
-        assert set(inputs) <= set(known), f"{config.name}: unexpected inference input"
-        missing = [t.name for t in config.input if not t.optional and t.name not in inputs]
-        assert not missing, f"{config.name}: {missing}"
-        for name, array in inputs.items():
-            _check_fit(config, known[name], array)
-            if config.max_batch_size:
-                assert len(array) <= config.max_batch_size, "batch-size must be <="
-
-    def _warm_up(self, model: str) -> None:
-        config = self.configs[model]
-        for sample in config.model_warmup:
-            rows = {}
-            for name, given in sample.inputs.items():
-                dtype = _NUMPY[dtype_name(given.data_type)]
-                if given.zero_data:
-                    row = np.zeros(list(given.dims), dtype)
-                else:
-                    file = self._repository / model / "warmup" / given.input_data_file
-                    row = np.frombuffer(file.read_bytes(), dtype).reshape(list(given.dims))
-                rows[name] = np.stack([row] * sample.batch_size) if config.max_batch_size else row
-            self.infer(model, rows)
-
-
-def _check_fit(config: Any, tensor: Any, array: np.ndarray) -> None:
-    full = [-1] * bool(config.max_batch_size) + list(tensor.dims)
-    where = f"{config.name}, {tensor.name}: {array.dtype} {array.shape}, config {full}"
-    assert array.dtype == np.dtype(_NUMPY[dtype_name(tensor.data_type)]), where
-    assert array.ndim == len(full), where
-    assert all(dim in (-1, size) for dim, size in zip(full, array.shape, strict=True)), where
+        try:
+            yield TritonServer(address, client, repository, log)
+        finally:
+            client.close()

@@ -31,7 +31,7 @@ from enginery.runtime.tasks.batch_runner import BatchRunner
 from enginery.runtime.tasks.images import ImageTask
 from enginery.runtime.tasks.task import Task, TaskOptionError, TaskOptions
 from enginery.runtime.tasks.tensors import Tensors
-from tests.deploy.triton_server import TritonDouble, texts
+from tests.deploy.triton_repository import read_config, run_ensemble, texts
 from tests.runtime.count_task import Count, Counted, count
 
 TEXTS = ["The engine is warm.", "Rain.", "the pump runs again and again and again"]
@@ -149,13 +149,13 @@ def test_new_task_has_a_signature_for_mlflow(counting):
 
 
 def test_new_task_is_a_triton_model(counting, counted, tmp_path):
-    export_triton(counting, tmp_path / "models", name="m", provider="cpu")
-    server = TritonDouble(tmp_path / "models")
+    models = tmp_path / "models"
+    export_triton(counting, models, name="m", provider="cpu")
     for vowels, parameters in (("aeiou", {}), ("e", {"vowels": "e", "priority": 3})):
-        found = server.infer("m", {"text": texts(TEXTS)}, parameters)
+        found = run_ensemble(models, "m", {"text": texts(TEXTS)}, parameters)
         assert found["tokens"].tolist() == [each.tokens for each in counted(vowels)]
         assert found["vowels"].tolist() == [each.vowels for each in counted(vowels)]
-    outputs = server.configs["m"].output
+    outputs = read_config(models / "m").output
     assert [(each.name, list(each.dims)) for each in outputs] == [
         ("tokens", [-1]),
         ("vowels", [-1]),

@@ -17,7 +17,7 @@ from enginery import load_model
 from enginery.runtime.tasks.audio import example_wav
 from enginery.serve.api.errors import HTTPError
 from enginery.serve.api.oip_tensors import DATATYPES, BinaryData, InferTensor, read_tensor
-from tests.deploy.triton_server import PROTO
+from tests.deploy.triton_repository import PROTO
 from tests.tolerances import OUTPUTS, SCORES
 
 TEXTS = ["The engine is warm.", "Où est la clé du bateau ?"]

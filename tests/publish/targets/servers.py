@@ -66,7 +66,7 @@ def mlflow_server(directory: Path):
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
     }
-    with _running(command, directory / "server.log", environment) as server:
+    with running(command, directory / "server.log", environment) as server:
         wait_for(f"http://127.0.0.1:{port}/health", server, directory / "server.log")
         yield f"http://127.0.0.1:{port}"
 
@@ -186,13 +186,13 @@ def docker_registry(directory: Path, *, password: str = ""):
         f"http: {{addr: '127.0.0.1:{port}'}}\n{auth}"
     )
     log = directory / "registry.log"
-    with _running([program, "serve", str(directory / "config.yml")], log, None) as server:
+    with running([program, "serve", str(directory / "config.yml")], log, None) as server:
         wait_for(f"http://127.0.0.1:{port}/v2/", server, log)
         yield f"127.0.0.1:{port}"
 
 
 @contextmanager
-def _running(command: list[str], log: Path, environment: dict[str, str] | None):
+def running(command: list[str], log: Path, environment: dict[str, str] | None):
     with log.open("w") as stream:
         server = subprocess.Popen(
             command, stdout=stream, stderr=stream, env=environment, start_new_session=True
