@@ -19,6 +19,7 @@ from enginery.runtime.tasks import manifest_tasks, supported_tasks
 from enginery.runtime.tasks.generate import Generate
 from enginery.runtime.tasks.task import Task, TaskOptionError, TaskOptions
 from enginery.runtime.tasks.views import VIEWS
+from enginery.runtime.tasks.zero_shot import split_labels
 
 MAX_PAIR_CHARACTERS = 1_000_000
 """Maximum length of a text in a pair. Texts of a pair are tokenized whole, before they are
@@ -157,7 +158,7 @@ def read_options(task: type[Task], config: PredictConfig) -> TaskOptions:
     # Options of a task have the types of JSON, and null for all dimensions and the model's labels.
     values = {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
     if len(config.candidate_labels) == 1:
-        values["candidate_labels"] = config.candidate_labels[0]  # commas may divide it
+        values["candidate_labels"] = split_labels(config.candidate_labels[0])
     absent = ("dimensions", "candidate_labels", "hypothesis_template", "return_timestamps")
     values |= {name: values.get(name) or None for name in absent}
     if values.get("threshold") == PredictConfig.threshold:

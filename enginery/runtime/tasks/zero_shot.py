@@ -10,11 +10,11 @@ transformers' pipeline does (Yin et al., arXiv:1909.00161).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from enginery.core.errors import InputError
 from enginery.core.model.files import ModelConfig
@@ -27,7 +27,7 @@ _MAX_CHARACTERS = 4_000_000
 TEMPLATE = "This example is {}."
 
 
-def split_labels(labels: Any) -> Any:
+def split_labels(labels: Sequence[str]) -> list[str]:
     """Return labels as a list; a text is split at its commas, as transformers' pipelines do.
 
     >>> split_labels("cars, birds"), split_labels(["cars, birds"])
@@ -35,12 +35,10 @@ def split_labels(labels: Any) -> Any:
     """
     if isinstance(labels, str):
         return [label.strip() for label in labels.split(",") if label.strip()]
-    return list(labels) if isinstance(labels, tuple) else labels
+    return list(labels)
 
 
-Labels = Annotated[
-    list[str], BeforeValidator(split_labels), Field(min_length=1, max_length=MAX_LABELS)
-]
+Labels = Annotated[list[str], Field(min_length=1, max_length=MAX_LABELS)]
 
 
 def make_pairs(texts: Sequence[str], labels: Sequence[str], template: str) -> list[tuple[str, str]]:
