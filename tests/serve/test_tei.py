@@ -81,7 +81,8 @@ def test_without_a_name_and_a_model_that_fits_all_are_named():
     found = ask(application(mood, photos), "POST", "/embed", {"inputs": "a"})
     assert (found.status, found.json["error"]) == (
         422,
-        "none of the server's 2 models supports this route. "
+        "none of the server's 2 models supports this route, expected one exported for "
+        "feature-extraction. "
         "Models: mood (text-classification), photos (image-classification).",
     )
     labels = {"id2label": {"0": "a", "1": "b"}}

@@ -174,7 +174,8 @@ def select_model(
     """
     registry: ModelRegistry = request.scope["app"].state.registry
     named = request.path_params.get("model") or name or ""
-    model = registry.select(named, fits or (lambda model: has_task(model, verbs)))
+    tasks = dict.fromkeys(task for verb in verbs for task in TASKS[verb].tasks)
+    model = registry.select(named, fits or (lambda model: has_task(model, verbs)), tasks)
     return model, require_task(request, model, *verbs)
 
 

@@ -7,7 +7,7 @@ import ctypes
 import gc
 import logging
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -100,13 +100,17 @@ class ModelRegistry:
         )
 
     def select(
-        self, name: str = "", fits: Callable[[ServedModel], bool] | None = None
+        self,
+        name: str = "",
+        fits: Callable[[ServedModel], bool] | None = None,
+        tasks: Collection[str] = (),
     ) -> ServedModel:
         """Return the model of a name or, without a name, the only model that fits.
 
         Args:
             name: name of the model; empty for none.
             fits: returns True if a model supports the request; None if every model does.
+            tasks: the tasks of models that fit, for the error.
 
         Raises:
             UnknownModelError: no model has this name.
@@ -121,10 +125,11 @@ class ModelRegistry:
         if len(fitting) == 1:
             return fitting[0]
         if not fitting:
-            tasks = ", ".join(f"{model.name} ({model.artifact.manifest.task})" for model in several)
+            models = ", ".join(f"{m.name} ({m.artifact.manifest.task})" for m in several)
+            wanted = f", expected one exported for {' or '.join(tasks)}" if tasks else ""
             raise ModelChoiceError(
-                f"none of the server's {len(several)} models supports this route.",
-                do=f"Models: {tasks}.",
+                f"none of the server's {len(several)} models supports this route{wanted}.",
+                do=f"Models: {models}.",
             )
         can = " for this route" if fits is not None else ""
         raise ModelChoiceError(

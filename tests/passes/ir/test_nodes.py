@@ -8,7 +8,8 @@ from enginery.passes.ir.nodes import infer_types
 
 SPLIT = """
 <ir_version: 10, opset_import: ["" : 20]>
-split (float[batch, sequence, 384] x, float[batch, sequence, {other}] y) => (float[a, b, c, d] heads)
+split (float[batch, sequence, 384] x, float[batch, sequence, {other}] y)
+  => (float[a, b, c, d] heads)
 <int64 zero = {{0}}, int64 one = {{1}}, int64[1] axis = {{0}}, int64[1] last = {{{last}}},
  int64[1] rest = {{-1}}>
 {{
