@@ -82,8 +82,14 @@ def run(python, *words):
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd="/")
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("version", ["3.12", "3.13", "3.14"])
+@pytest.mark.parametrize(
+    "version",
+    [
+        pytest.param("3.12", marks=pytest.mark.slow),
+        pytest.param("3.13", marks=pytest.mark.more),
+        pytest.param("3.14", marks=pytest.mark.more),
+    ],
+)
 def test_other_versions_of_python_run_artifacts(version, wheel, exported, tmp_path):
     artifact = exported("bert", "feature-extraction")
     python = install(find_interpreter(version), wheel, tmp_path / "environment")

@@ -71,13 +71,13 @@ CTC_KINDS = ("wav2vec2", "hubert")
 def with_more(kinds: Collection[str], *quick: str) -> list[Any]:
     """Return kinds as parameters of a test; the others than the quick ones are marked.
 
-    Every third of them is `more`, the rest are `slow`.
+    Every fourth of them is `more`, the rest are `slow`.
     """
     import pytest
 
     longer = [kind for kind in kinds if kind not in quick]
     marks = dict.fromkeys(longer, pytest.mark.slow)
-    marks |= dict.fromkeys(longer[::3], pytest.mark.more)
+    marks |= dict.fromkeys(longer[::4], pytest.mark.more)
     return [pytest.param(kind, marks=marks.get(kind, ())) for kind in kinds]
 
 
