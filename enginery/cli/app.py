@@ -350,7 +350,7 @@ def _missing_arguments(arguments: Sequence[str], first: MissingArgumentError) ->
             error = next_error
     message = str(first)
     if names and not set(names) & set(arguments):
-        message = f"{' and '.join(shown)} {'is' if len(names) == 1 else 'are'} missing."
+        message = f"{', '.join(shown)} {'is' if len(names) == 1 else 'are'} missing."
     problems = [OptionError(message, do=f"See: {_help_of(first)}")]
     if isinstance(error, OptionError):
         problems.append(error)

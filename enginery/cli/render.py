@@ -37,7 +37,7 @@ def show(console: Console, rows: Iterable[Table | str]) -> None:
 
 
 def show_output(console: Console, output: StageOutput) -> None:
-    """Print what a stage returned; of a benchmark, unless all is wanted, its summary."""
+    """Print what a stage returned: of a benchmark its summary, or with --verbose all tables."""
     if isinstance(output, BenchResult) and not console.verbose:
         show(console, output.summary_rows())
     else:

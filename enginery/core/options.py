@@ -125,11 +125,11 @@ def read_assignments(texts: Sequence[str], option: str) -> dict[str, Any]:
                 do="Write it as max_new_tokens=64.",
                 option=option,
             )
-        read: Any = value.strip()
+        parsed: Any = value.strip()
         with suppress(ValueError):
-            read = json.loads(value)
-        values.setdefault(name.strip(), []).append(read)
-    return {name: several if several[1:] else several[0] for name, several in values.items()}
+            parsed = json.loads(value)
+        values.setdefault(name.strip(), []).append(parsed)
+    return {name: items if len(items) > 1 else items[0] for name, items in values.items()}
 
 
 def _lower_first(text: str) -> str:

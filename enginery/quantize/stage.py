@@ -399,8 +399,8 @@ def require_quantizable(source: Artifact, config: QuantizeConfig) -> None:
     for option in ("accuracy_budget", "label_column"):
         if getattr(config, option) and len(manifest.graphs) > 1:
             raise OptionError(
-                f"option '{option}' is '{getattr(config, option)}', but {source.path} has an "
-                "encoder and a decoder, whose outputs are neither right nor wrong.",
+                f"option '{option}' is '{getattr(config, option)}', but {source.path} has "
+                "several graphs, whose outputs are neither right nor wrong.",
                 do="Set a minimum cosine instead: --min-cosine 0.998",
             )
 

@@ -416,7 +416,7 @@ def test_all_missing_and_wrong_options_are_in_one_message(artifact, tmp_path, ca
     assert found.startswith("error: found 2 problems:\n- ")
     assert "--storage-uri is missing. See: enginery export-kserve" in found
     assert "option 'image' is empty" in found
-    assert "ARTIFACT and OUT and --storage-uri are missing" in said("--cpu=0")
+    assert "ARTIFACT, OUT, --storage-uri are missing" in said("--cpu=0")
     assert "option 'cpu' is '0'" in said("--cpu=0")
     found = said(*words, "--storage-uri", URI)
     assert found.startswith("error: option 'image' is empty")

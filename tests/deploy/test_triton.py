@@ -910,7 +910,7 @@ def test_all_wrong_options_are_in_one_message(mood, models, capsys):
         main(["export-triton", "--threads=-1"])
     assert ended.value.code == 2
     said = capsys.readouterr().err
-    assert "ARTIFACT and OUT are missing" in said
+    assert "ARTIFACT, OUT are missing" in said
     assert "option 'threads' is -1" in said
 
 

@@ -51,7 +51,7 @@ def arrays(result: triton.InferResult) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True)
 class TritonServer:
-    """A server that loads models when it is told to."""
+    """A running Triton server, whose models are loaded by request."""
 
     address: str
     client: triton.InferenceServerClient

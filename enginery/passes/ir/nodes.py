@@ -75,7 +75,7 @@ def _complete_reshapes(graph: ir.Graph) -> bool:
     ONNX infers what a -1 stands for only if all other dims are numbers. The number of heads, in
     (batch, sequence, 384) to (batch, sequence, -1, 64), follows from dims of the same name as well.
     """
-    is_any = False
+    is_changed = False
     for node in graph:
         source = node.inputs[0].shape if node.op_type == "Reshape" and node.inputs[0] else None
         result = node.outputs[0].shape
@@ -94,8 +94,8 @@ def _complete_reshapes(graph: ir.Graph) -> bool:
         if count and not rest:
             index = next(i for i, dim in enumerate(result) if dim == unknown[0])
             node.outputs[0].shape = ir.Shape([*result[:index], count, *result[index + 1 :]])
-            is_any = True
-    return is_any
+            is_changed = True
+    return is_changed
 
 
 def clear_shapes(model: ir.Model) -> None:
