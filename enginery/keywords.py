@@ -457,7 +457,8 @@ class PredictKeywords(TypedDict, total=False):
     """Number of batches that run at the same time, on the CPU one thread each; 0 for one per core,
     or one per Ray actor. On a GPU one batch runs at a time."""
     window: int
-    """Number of rows that are sorted by length before they are cut into batches."""
+    """Number of rows that are sorted by length before they are cut into batches. 0 for 2048 texts,
+    or two full batches of inputs that take longer: images, audio and prompts."""
     batch_tokens: int
     """Maximum number of padded tokens per batch; a single text may have more. 0 for 512 on the CPU
     and 8192 on a GPU."""

@@ -223,16 +223,28 @@ class BatchPredictor(Closeable):
         return self._predict(self._select(window), columns)
 
     def stream(
-        self, reader: DatasetReader, columns: OutputColumns, *, skip: int
+        self,
+        reader: DatasetReader,
+        columns: OutputColumns,
+        *,
+        skip: int,
+        show: Callable[[float], object] = lambda _: None,
     ) -> Generator[PredictedBatch, None, None]:
         """Yield the predicted windows in order, without the first `skip` rows of the input.
+
+        Args:
+            reader: the input.
+            columns: the columns of the output.
+            skip: number of rows that are left out.
+            show: is called within windows, in any thread, with the share of the input that is
+                predicted, 0 to 1.
 
         Raises:
             InputError: the input cannot be read to its end.
         """
         batches = with_share(reader, skip)
         if isinstance(self._model, WindowRunner) and self.modality == "text":
-            predicted = self._stream_texts(batches, columns, self._model)
+            predicted = self._stream_texts(batches, columns, self._model, show)
         else:  # preparing an image takes longer than running the model on it in one thread
             predicted = map_in_order(
                 partial(self, columns=columns),
@@ -253,12 +265,22 @@ class BatchPredictor(Closeable):
         return self._model.dim
 
     def _stream_texts(
-        self, batches: Iterable[RowBatch], columns: OutputColumns, model: WindowRunner
+        self,
+        batches: Iterable[RowBatch],
+        columns: OutputColumns,
+        model: WindowRunner,
+        show: Callable[[float], object],
     ) -> Generator[PredictedBatch, None, None]:
         """Yield predicted windows of texts. Reading, running and this thread's work overlap."""
+
+        def show_batch(window: Window[SelectedRows]) -> None:
+            batch = window.origin.batch
+            share_of_rows = (batch.first + window.rows_done) / (batch.first + len(batch.values))
+            show(batch.done * share_of_rows)
+
         selections = map(self._select, batches)
         windows = (Window(selection.inputs, selection) for selection in selections)
-        with closing(model.run_windows(windows)) as finished:
+        with closing(model.run_windows(windows, show_batch)) as finished:
             for window in finished:
                 yield self._predict(window.origin, columns, partial(model.finish, window))
 

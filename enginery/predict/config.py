@@ -12,6 +12,9 @@ from enginery.core.options import by_content, not_in_key
 MAX_ROWS, MAX_TOKENS = 64, 512
 """The default limits of a batch, except for texts on a GPU."""
 
+WINDOW_TEXTS = 2048
+"""The default number of texts that are sorted together."""
+
 Activation = Literal["auto", "softmax", "sigmoid", "none"]
 Aggregation = Literal["none", "simple", "first", "average", "max"]
 Engine = Literal["local", "ray"]
@@ -116,8 +119,9 @@ class PredictConfig:
     workers: int = not_in_key(0)
     """Number of batches that run at the same time, on the CPU one thread each; 0 for one per core,
     or one per Ray actor. On a GPU one batch runs at a time."""
-    window: int = not_in_key(2048)
-    """Number of rows that are sorted by length before they are cut into batches."""
+    window: int = not_in_key(0)
+    """Number of rows that are sorted by length before they are cut into batches. 0 for 2048 texts,
+    or two full batches of inputs that take longer: images, audio and prompts."""
     batch_tokens: int = not_in_key(0)
     """Maximum number of padded tokens per batch; a single text may have more. 0 for 512 on the CPU
     and 8192 on a GPU."""
@@ -148,7 +152,7 @@ class PredictConfig:
             "max_answer_tokens": 1,
             "chunk_length_s": 0,
             "workers": 0,
-            "window": 1,
+            "window": 0,
             "batch_tokens": 0,
             "batch_rows": 0,
             "part_rows": 0,

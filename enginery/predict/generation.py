@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
+from itertools import takewhile
 from typing import Any
 
 from enginery.core.closing import Closeable
@@ -65,12 +66,13 @@ class GenerationRunner(Closeable):
         length = len if all(isinstance(item, str) for item in inputs) else (lambda _: 0)
         order = sorted(range(len(inputs)), key=lambda index: length(inputs[index]))
         rows = self.task.read_rows([inputs[index] for index in order], self._options)
+        rows = takewhile(lambda _: not self.stopped.is_set(), rows)
         results: list[list[Generation]] = [[] for _ in inputs]
         outputs = self._generator.run_stream(rows, batch_rows=self._batch_rows)
+        if self.stopped.is_set():
+            raise CancelledError
         texts = self.task.postprocess(ModelInputs([]), outputs, self._options)
         for index, generations in zip(order, texts, strict=True):
-            if self.stopped.is_set():
-                raise CancelledError
             results[index] = generations
             stats.tokens += sum(len(generation.tokens) for generation in generations)
         return results

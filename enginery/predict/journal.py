@@ -38,7 +38,6 @@ from enginery.core.errors import InputError
 from enginery.core.home import enginery_home
 from enginery.core.json_file import json_bytes, read_document
 from enginery.core.paths import list_directory
-from enginery.core.progress import SILENT, Progress
 from enginery.core.temporary import final_name, locked_beside, write_atomically
 from enginery.core.temporary import remove_leftovers as remove_temporary
 from enginery.predict.batch_predictor import PredictedBatch
@@ -251,7 +250,7 @@ class Journal:
         config: PredictConfig,
         assembly: Assembly,
         *,
-        progress: Progress = SILENT,
+        show: Callable[[float], object],
     ) -> None:
         """Write the remaining rows, part by part.
 
@@ -263,25 +262,14 @@ class Journal:
             columns: columns of the windows.
             config: the options, with the size of a part.
             assembly: joins the finished parts.
-            progress: receives progress messages.
+            show: is called after each window with the share of the input that is predicted.
 
         Raises:
             InputError: the input cannot be read to its end, or has no rows; with `fail_fast`, a
                 row is bad. Finished parts stay.
         """
-        steps = 0
         finishing: deque[Future[FinishedPart]] = deque()
-        with (
-            progress.task("predicting", total=100) as advance,
-            ThreadPoolExecutor(1, "enginery-finish-part") as finisher,
-        ):
-
-            def show(share: float) -> None:
-                nonlocal steps
-                while steps < int(share * 100):
-                    advance()
-                    steps += 1
-
+        with ThreadPoolExecutor(1, "enginery-finish-part") as finisher:
             number = len(self.parts)
             while (part := self._write_part(number, windows, columns, config, show)) is not None:
                 finishing.append(finisher.submit(self._finish_part, part))
@@ -310,7 +298,7 @@ class Journal:
         windows: Iterator[PredictedBatch],
         columns: OutputColumns,
         config: PredictConfig,
-        show: Callable[[float], None],
+        show: Callable[[float], object],
     ) -> _WrittenPart | None:
         """Write the rows of the next part; return None if there were no rows left."""
         counts, first_bad = Counts(), ""

@@ -18,8 +18,9 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
@@ -49,7 +50,7 @@ from enginery.core.progress import SILENT, Progress
 from enginery.core.subprocess import peak_rss_bytes
 from enginery.core.temporary import directory_beside, write_atomically
 from enginery.predict.batch_predictor import BatchPredictor
-from enginery.predict.config import PredictConfig
+from enginery.predict.config import WINDOW_TEXTS, PredictConfig
 from enginery.predict.journal import (
     STDIN_COPY,
     Journal,
@@ -66,6 +67,7 @@ from enginery.predict.task_inputs import (
     find_input_problem,
     provider_specs,
     require_task,
+    window_rows,
 )
 from enginery.predict.tensors import NPZ, WrittenTensors, write_tensors
 from enginery.predict.writer import Assembly, output_format
@@ -172,6 +174,8 @@ def run(
         lock_output(output),
         input_file(source, output, config) as path,
     ):
+        task = require_task(artifact, config)
+        config = replace(config, window=window_rows(task, config))
         options = input_options(config, keep="lines" if kind == "jsonl" else "columns")
         if detect_format(path, options) == "images" and has_two_towers(artifact.manifest):
             config = replace(config, format="images")  # of a folder the images, else texts
@@ -189,7 +193,7 @@ def run(
                 base = path if path.is_dir() else path.parent
                 loading = loader.submit(_open_predictor, artifact, config, base)
                 try:
-                    columns = column_names(require_task(artifact, config), config)
+                    columns = column_names(task, config)
                     reader = open_dataset(path, columns, options)
                     _check_text_columns(reader, columns, path)
                 except BaseException:
@@ -216,19 +220,24 @@ def run(
                 for part in journal.finished():
                     assembly.add(part)
                 if not journal.has_all_rows:
-                    # Closed here, not by the garbage collector: the generator holds the workers.
-                    with closing(predictor.stream(reader, output_columns, skip=resumed)) as windows:
-                        part_rows = config.part_rows or (
-                            GPU_PART_ROWS if predictor.on_gpu else PART_ROWS
+                    part_rows = config.part_rows or (
+                        GPU_PART_ROWS if predictor.on_gpu else PART_ROWS
+                    )
+                    with (
+                        _saying_what_is_kept(journal, progress),
+                        _showing_share(progress) as show,
+                        # Closed here, not by the garbage collector: it holds the workers.
+                        closing(
+                            predictor.stream(reader, output_columns, skip=resumed, show=show)
+                        ) as windows,
+                    ):
+                        journal.write_parts(
+                            windows,
+                            output_columns,
+                            replace(config, part_rows=part_rows),
+                            assembly,
+                            show=show,
                         )
-                        with _saying_what_is_kept(journal, progress):
-                            journal.write_parts(
-                                windows,
-                                output_columns,
-                                replace(config, part_rows=part_rows),
-                                assembly,
-                                progress=progress,
-                            )
                 first_run = predictor.first_run or started
                 providers, notes = tuple(predictor.providers), predictor.notes
                 workers = predictor.workers
@@ -252,6 +261,22 @@ def run(
                 sha256="",
             )
             return _write_output(report, journal, assembly, key, started)
+
+
+@contextmanager
+def _showing_share(progress: Progress) -> Iterator[Callable[[float], None]]:
+    """Yield a function that shows the share of the input that is predicted, in any thread."""
+    lock, percent = threading.Lock(), 0
+    with progress.task("predicting", total=100) as advance:
+
+        def show(share: float) -> None:
+            nonlocal percent
+            with lock:
+                while percent < int(share * 100):
+                    advance()
+                    percent += 1
+
+        yield show
 
 
 @contextmanager
@@ -457,7 +482,11 @@ def input_options(
 ) -> ReadOptions:
     """Return the reader's options; `keep` is what it keeps of a row for the output."""
     return ReadOptions(
-        config.format, config.delimiter, config.encoding, rows=config.window, keep=keep
+        config.format,
+        config.delimiter,
+        config.encoding,
+        rows=config.window or WINDOW_TEXTS,
+        keep=keep,
     )
 
 

@@ -12,14 +12,16 @@ from typing import Any
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.datasets.batches import Values, is_valid_text
 from enginery.core.errors import ArtifactError, OptionError
-from enginery.predict.config import PredictConfig
+from enginery.predict.config import MAX_ROWS, WINDOW_TEXTS, PredictConfig
 from enginery.predict.generation import read_generation_options
+from enginery.runtime.providers.known import CPU
 from enginery.runtime.providers.specification import ProviderSpec, parse_providers
 from enginery.runtime.tasks import manifest_tasks, supported_tasks
 from enginery.runtime.tasks.generate import Generate
 from enginery.runtime.tasks.task import Task, TaskOptionError, TaskOptions
 from enginery.runtime.tasks.views import VIEWS
 from enginery.runtime.tasks.zero_shot import split_labels
+from enginery.runtime.text.batching import GPU_MAX_ROWS
 
 MAX_PAIR_CHARACTERS = 1_000_000
 """Maximum length of a text in a pair. Texts of a pair are tokenized whole, before they are
@@ -178,6 +180,22 @@ def provider_specs(config: PredictConfig) -> tuple[ProviderSpec, ...]:
         OptionError: a provider or an option of it is unknown.
     """
     return parse_providers(config.providers, config.provider_option, default="cpu")
+
+
+def window_rows(task: type[Task], config: PredictConfig) -> int:
+    """Return the number of rows of a window.
+
+    Raises:
+        OptionError: a provider or an option of it is unknown.
+    """
+    if config.window:
+        return config.window
+    if task.modality == "text" and not task.runs_in_steps:
+        return WINDOW_TEXTS
+    # Sorting gains little here, and a window of these takes long: small ones show sooner how far
+    # the run is.
+    on_cpu = provider_specs(config)[0].full_name == CPU
+    return 2 * max(config.batch_rows, MAX_ROWS if on_cpu or task.runs_in_steps else GPU_MAX_ROWS)
 
 
 def find_input_problem(values: Values, names: Sequence[str]) -> str:

@@ -217,13 +217,22 @@ class WindowRunner:
         (window,) = stream.run(stream.prepare([Window(inputs, None)]))
         return self.finish(window, stats)
 
-    def run_windows(self, windows: Generator[Window[Origin]]) -> Generator[Window[Origin]]:
+    def run_windows(
+        self,
+        windows: Generator[Window[Origin]],
+        on_batch: Callable[[Window[Origin]], object] = lambda _: None,
+    ) -> Generator[Window[Origin]]:
         """Run windows of texts: the next ones are read and tokenized in a thread of their own.
 
-        Yields each window with its outputs, for `finish`, in order. If its inputs cannot be
-        predicted together, it has an `error`.
+        Args:
+            windows: the windows, which are closed at the end.
+            on_batch: is called after each batch, with its window, in another thread.
+
+        Yields:
+            Each window with its outputs, for `finish`, in order. If its inputs cannot be predicted
+            together, it has an `error`.
         """
-        stream = self._stream()
+        stream = replace(self._stream(), on_batch=on_batch)
         ahead = max(PREPARED_BATCHES, 2 * self.pool.workers)
         prepared = stream.prepare_ahead(windows, ahead=ahead)
         is_stopped = threading.Event()

@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from enginery.core.datasets.reader import open_dataset
 from enginery.core.errors import OptionError
 from enginery.predict.batch_predictor import BatchPredictor, map_in_order
 from enginery.predict.config import PredictConfig
 from enginery.predict.report import WindowStats
+from enginery.predict.stage import input_options
+from enginery.predict.task_inputs import require_task, window_rows
 from enginery.predict.writer import _json
 
 
@@ -41,7 +44,13 @@ def test_map_in_order_keeps_order_and_reads_one_item_ahead():
     ("kind", "task"),
     [("vit", "image-classification"), ("gpt2", "text-generation-with-past")],
 )
-def test_rows_that_nobody_waits_for_are_left_out(tiny, kind, task, tmp_path):
+def test_rows_that_nobody_waits_for_are_left_out(tiny, kind, task, tmp_path, monkeypatch):
+    from enginery.runtime.onnxruntime.runner import OrtRunner
+    from enginery.runtime.tasks.text_generator import TextGenerator
+
+    owner, name = (OrtRunner, "__call__") if kind == "vit" else (TextGenerator, "_steps")
+    runs, run = [], getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args: runs.append(1) or run(*args))
     image = tmp_path / "image.png"
     Image.new("RGB", (32, 32)).save(image)
     window = [str(image) if kind == "vit" else "The engine"] * 40
@@ -57,6 +66,10 @@ def test_rows_that_nobody_waits_for_are_left_out(tiny, kind, task, tmp_path):
         threading.Thread(target=lambda: running.wait(30) and model.stopped.set()).start()
         with closing(finished), pytest.raises(CancelledError):
             next(finished)
+        stopped = len(runs)
+        model.stopped.clear()
+        work(window[:2])
+    assert stopped < 20 * (len(runs) - stopped) / 2
 
 
 def test_map_in_order_stops_at_an_error_and_leaves_no_thread():
@@ -79,7 +92,7 @@ def test_no_threads_are_left_after_a_run(predict, tiny, reviews):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"window": 0}, "'window' is 0, expected 1 or more"),
+        ({"window": -1}, "'window' is -1, expected 0 or more"),
         ({"part_seconds": 0.0}, "'part_seconds' is 0.0, expected more than 0"),
     ],
 )
@@ -341,3 +354,29 @@ def test_a_window_ends_midway(tiny, workers, is_interrupted):
         model.close()
     assert len(runs) < 50
     assert not [t for t in {*threading.enumerate()} - before if t.name.startswith("enginery-")]
+
+
+def test_the_share_is_shown_within_a_window(tiny, tmp_path):
+    (tmp_path / "in.txt").write_text("the pump\n" * 40)
+    config = PredictConfig(batch_rows=4)
+    shares = []
+    with BatchPredictor(tiny("bert", "feature-extraction"), config, workers=1) as predictor:
+        reader = open_dataset(tmp_path / "in.txt", ("text",), input_options(config, keep="columns"))
+        columns = predictor.columns(reader.schema, reader.names)
+        (window,) = predictor.stream(reader, columns, skip=0, show=shares.append)
+    assert window.counts.rows == 40
+    assert shares == pytest.approx([number / 10 for number in range(1, 11)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "config", "rows"),
+    [
+        ("bert", "feature-extraction", PredictConfig(), 2048),
+        ("vit", "image-classification", PredictConfig(), 128),
+        ("gpt2", "text-generation-with-past", PredictConfig(batch_rows=200), 400),
+        ("vit", "image-classification", PredictConfig(providers="cuda"), 512),
+        ("vit", "image-classification", PredictConfig(window=3), 3),
+    ],
+)
+def test_windows_of_slow_inputs_are_smaller(tiny, kind, task, config, rows):
+    assert window_rows(require_task(tiny(kind, task), config), config) == rows

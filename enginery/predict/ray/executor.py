@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
@@ -121,7 +121,12 @@ class RayPredictor(Closeable):
         )
 
     def stream(
-        self, reader: DatasetReader, columns: OutputColumns, *, skip: int
+        self,
+        reader: DatasetReader,
+        columns: OutputColumns,
+        *,
+        skip: int,
+        show: Callable[[float], object] = lambda _: None,  # noqa: ARG002  actors tell of windows only
     ) -> Generator[PredictedBatch, None, None]:
         """Yield the predicted windows in order, without the first `skip` rows of the input.
 

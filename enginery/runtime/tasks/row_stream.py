@@ -63,6 +63,11 @@ class Window(Generic[Origin]):
     _parts: list[tuple[list[int], RowValues]] = field(default_factory=list)
     """Indices of the rows of each batch, and their outputs."""
 
+    @property
+    def rows_done(self) -> int:
+        """Number of rows that have outputs."""
+        return sum(len(indices) for indices, _ in self._parts)
+
     def add(self, indices: list[int], outputs: RowValues) -> None:
         """Add the outputs of a batch, one for each of the rows with these indices."""
         self._parts.append((indices, outputs))
@@ -110,6 +115,8 @@ class RowStream:
     """Starts a run; returns a future of its outputs and its time in seconds."""
     concurrent: int = 1
     """Number of runs that wait or run at the same time."""
+    on_batch: Callable[[Window[Any]], object] = lambda _: None
+    """Is called after each batch, with its window."""
 
     def prepare_ahead(
         self, windows: Generator[Window[Origin]], *, ahead: int
@@ -192,6 +199,7 @@ class RowStream:
                     window.add(batch.indices, self.batches.split(rows, batch.feeds, outputs))
                     window.run_seconds += seconds
                     window.padded_tokens += int(batch.feeds[first_input].size)
+                    self.on_batch(window)
                 except InputError as error:
                     # The first error stays; other batches may have been under way already.
                     window.error = window.error or error
