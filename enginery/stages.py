@@ -37,7 +37,7 @@ from enginery.core.store.store import ARTIFACTS, Store
 from enginery.core.temporary import locked_beside, remove_leftovers, remove_scratch
 from enginery.engine.config import BuildConfig
 from enginery.export.config import ExportConfig, check_options
-from enginery.export.tasks import inferred_task, task_name
+from enginery.export.tasks import inferred_task, require_trained_task, task_name
 from enginery.optimize.config import OptimizeConfig
 from enginery.quantize.config import QuantizeConfig
 from enginery.requirements import require_stages
@@ -193,9 +193,12 @@ def _plan_export(model: str, config: ExportConfig, progress: Progress) -> _Plan:
         cache_dir=config.cache_dir,
         progress=progress,
     )
-    if task == "auto" and not is_file:
+    if not is_file:
         settings = ModelConfig.read(source.path, error=SourceError)
-        task = inferred_task(settings, module_kinds(source.path))
+        if task == "auto":
+            task = inferred_task(settings, module_kinds(source.path))
+        else:
+            require_trained_task(settings, task)
     config = replace(config, task=task)
     vocoder = export.resolve_vocoder(config)
     key = export.fingerprint(source, config, vocoder)
@@ -341,8 +344,10 @@ def _deliver(artifact: Artifact, out: Path, progress: Progress, checked: Sequenc
         stage: _report_bytes(holder, verdict) for stage, (verdict, holder) in verdicts.items()
     }
     if present is None or not same_model or present.manifest.stages != artifact.manifest.stages:
+        replaced = "" if present is None else _contents(present)
         present = artifact.copy_to(out)
-        progress.say(f"wrote {out}")
+        is_other = replaced not in ("", _contents(artifact))
+        progress.say(f"wrote {out}" + (f", in place of {replaced}" if is_other else ""))
     for stage, (verdict, _) in verdicts.items():
         if verdict not in present.manifest.verdicts:
             present = present.annotate(verdict, reports[stage])
@@ -355,6 +360,13 @@ def _deliver(artifact: Artifact, out: Path, progress: Progress, checked: Sequenc
         }
         present = present.annotate(reports=measured) if measured else present
     return present
+
+
+def _contents(artifact: Artifact) -> str:
+    """Return the model, the task and the stages of an artifact, for a message."""
+    manifest = artifact.manifest
+    stages = ", ".join(record.stage for record in manifest.stages)
+    return f"{manifest.source.name} for {manifest.task} ({stages})"
 
 
 def _report_bytes(artifact: Artifact, verdict: Verdict) -> bytes | None:

@@ -72,6 +72,19 @@ def test_second_export_to_the_same_place_does_nothing(model, tmp_path):
     assert not any("wrote" in line for line in listener.said)
 
 
+def test_another_artifact_at_the_same_place_is_named(model, tiny_model, tmp_path):
+    out = tmp_path / "out"
+    listener = Listener()
+    export_model(str(tiny_model("bert", "feature-extraction")), out=out)
+    export(model, out, progress=listener)
+    (line,) = [line for line in listener.said if line.startswith("wrote")]
+    assert line.startswith(f"wrote {out}, in place of ")
+    assert line.endswith(" for feature-extraction (export)")
+    listener.said.clear()
+    export(model, out, opset=18, progress=listener)
+    assert f"wrote {out}" in listener.said
+
+
 @pytest.mark.more
 def test_export_keeps_the_verdict_that_the_copy_has_come_by(model, tmp_path):
     out = tmp_path / "out"

@@ -101,6 +101,11 @@ _TASK_OF_CLASS = {
     "Model": "feature-extraction",
 }
 """End of a class's name -> the task that Optimum infers."""
+_TASK_OF_HEAD = {
+    end: task
+    for end, task in _TASK_OF_CLASS.items()
+    if task not in ("feature-extraction", "fill-mask")  # which need no head, or one of its own name
+}
 _PARTS = ("TextModel", "VisionModel")
 _TASK_OF_MODULE = {
     "Pooling": "feature-extraction",
@@ -126,6 +131,28 @@ def task_name(task: str) -> str:
             option="task",
         )
     return SYNONYMS.get(base, base) + past
+
+
+def require_trained_task(config: ModelConfig, task: str) -> None:
+    """Raise OptionError if the model's class has a head that was trained for another task.
+
+    Heads of several classes have one name, so that the weights of a BertForSequenceClassification
+    load into a BertForTokenClassification, and label tokens with what they know of texts.
+    """
+    trained = {
+        name: other
+        for name in config.architectures
+        for end, other in _TASK_OF_HEAD.items()
+        if name.endswith(end)
+    }
+    if trained and task in _TASK_OF_HEAD.values() and task not in trained.values():
+        name, other = next(iter(trained.items()))
+        raise OptionError(
+            f"option 'task' is {task}, but the model is a {name}, trained for {other}.",
+            do="Leave out --task; or correct `architectures` in config.json if it names the wrong "
+            "class.",
+            option="task",
+        )
 
 
 def inferred_task(config: ModelConfig, modules: Collection[str] = ()) -> str:

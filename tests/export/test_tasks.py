@@ -53,6 +53,24 @@ def test_wrong_task_is_found_before_the_model():
         export_model("no/such-model", task="text-classifier")
 
 
+@pytest.mark.parametrize(
+    ("trained", "task"),
+    [
+        ("text-classification", "token-classification"),
+        ("token-classification", "text-classification"),
+        ("question-answering", "token-classification"),
+    ],
+)
+def test_head_of_another_task_is_an_error(tiny_model, trained, task):
+    with pytest.raises(OptionError, match=f"is {task}, but the model is a .* for {trained}"):
+        export_model(str(tiny_model("bert", trained)), task=task)
+
+
+def test_model_may_be_exported_without_its_head(tiny_model):
+    source = str(tiny_model("bert", "text-classification"))
+    assert export_model(source, task="feature-extraction").manifest.task == "feature-extraction"
+
+
 def test_inferred_tasks_are_those_that_optimum_infers():
     import transformers
     from optimum.exporters.tasks import TasksManager
