@@ -161,7 +161,8 @@ class InputFiles:
         if stat.S_ISDIR(before.kind):
             # Names that come and go change both times, and are none of this: of a folder only its
             # own name matters, because another folder may have had it.
-            return now.mtime_ns != before.mtime_ns or now.ctime_ns == before.ctime_ns
+            renamed = now.mtime_ns == before.mtime_ns and now.ctime_ns != before.ctime_ns
+            return not renamed or _is_on_overlay(path)
         if (now.size_bytes, now.mtime_ns) != (before.size_bytes, before.mtime_ns):
             return False
         if now.inode == before.inode:
@@ -175,6 +176,23 @@ class InputFiles:
             return False
         with Path(path).open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest() == self._digests[path]
+
+
+def _is_on_overlay(folder: str) -> bool:
+    """Return True if a folder is on an overlay file system, as the root of a container is.
+
+    Writing anywhere below such a folder copies it to the upper layer, which sets its ctime as a
+    rename does, and keeps its mtime.
+    """
+    device = os.lstat(folder).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with suppress(OSError):
+        mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
+        for line in mounts.splitlines():
+            mount, _, file_system = line.partition(" - ")
+            if mount.split()[2] == number:
+                return file_system.startswith("overlay ")
+    return False
 
 
 _current: ContextVar[InputFiles | None] = ContextVar("inputs", default=None)

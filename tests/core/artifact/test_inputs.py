@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -235,3 +237,38 @@ def test_error_of_a_stage_is_kept_where_its_inputs_cannot_be_listed(tmp_path):
     inputs.add_listing(tmp_path, lambda: next(listings, None) or tmp_path.joinpath("no").iterdir())
     with pytest.raises(ArtifactError, match="the disk is full"), inputs.unchanged():
         raise ArtifactError("the disk is full.")
+
+
+ON_OVERLAY = """
+import sys
+from pathlib import Path
+from enginery.core.artifact.inputs import InputFiles, note_input
+
+root = Path(sys.argv[1])
+inputs = InputFiles()
+with inputs.recording():
+    note_input(root / "app" / "model" / "config.json")
+(root / "app" / "cache" / "log").write_text("")  # copies `app` to the upper layer
+inputs.check()
+print("unchanged")
+(root / "app" / "model" / "config.json").write_text("{ }")
+inputs.check()
+"""
+
+
+def test_writing_beside_the_model_in_a_container_is_no_change(tmp_path):
+    for folder in ("lower/app/model", "lower/app/cache", "upper", "work", "root"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "lower/app/model/config.json").write_text("{}")
+    layers = "lowerdir=lower,upperdir=upper,workdir=work"
+    script = f'mount -t overlay overlay -o {layers} root && exec "$@"'
+    unshare = ["unshare", "--map-root-user", "--mount", "sh", "-c", script, "sh"]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*unshare, "true"], cwd=tmp_path, check=False).returncode
+    ):
+        pytest.skip("an overlay file system cannot be mounted here")
+    command = [*unshare, sys.executable, "-c", ON_OVERLAY, "root"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.stdout == "unchanged\n"
+    assert "config.json changed while it was read" in result.stderr
