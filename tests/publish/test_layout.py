@@ -17,7 +17,6 @@ from enginery.core.errors import ArtifactError, OptionError, RegistryError, Reje
 from enginery.passes.ir.graph_file import read_graph, write_graph
 from enginery.publish.config import PublishConfig
 from enginery.publish.layout import arrange, read_variants, variant_name
-from enginery.publish.package import Package
 from enginery.publish.stage import pull, run
 from tests.core.artifacts import publishable, validated, verdict
 from tests.publish.products import Heard, with_an_engine
@@ -395,23 +394,6 @@ def test_external_data_that_the_manifest_does_not_list_are_an_error(embedder, tm
     with pytest.raises(ArtifactError, match=r"data model\.onnx\.data, but .* lists config\.json"):
         run(validated(Artifact.open(artifact.path)), str(tmp_path / "registry"), HUB)
     assert not (tmp_path / "registry").exists()
-
-
-def test_weights_of_every_precision_are_a_group_of_their_own(embedder, tmp_path):
-    fp32 = embedder("large", external=True)
-    half = embedder("half", external=True)
-    commit_artifact(half.path, half.manifest.model_copy(update={"precision": "fp16"}))
-    fp16 = validated(Artifact.open(half.path))
-    made = arrange([fp32, fp16], tmp_path / "made")
-    (tmp_path / "scratch").mkdir()
-    package = Package.of(made, PublishConfig(license="mit"), tmp_path / "scratch")
-    groups = {file.name: file.group for file in package.files if file.name.startswith("onnx/")}
-    assert groups == {
-        "onnx/model.onnx": "graph",
-        "onnx/model.onnx_data": "weights",
-        "onnx/model_fp16.onnx": "graph",
-        "onnx/model_fp16.onnx_data": "weights",
-    }
 
 
 @pytest.mark.more

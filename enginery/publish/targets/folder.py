@@ -94,7 +94,7 @@ class FolderRegistry:
                     version = config.version or _next_version(folder)
                     _write_version(package, folder / version, progress)
         url = (folder / version).resolve().as_uri()
-        return Published(url, version, is_new, package.notes)
+        return Published(url, version, is_new)
 
     @property
     def remedy(self) -> str:
@@ -164,8 +164,9 @@ def _next_version(folder: Path) -> str:
 
 def _describe_changes(existing: Publication, package: Package) -> str:
     """Return the names of the parts of the content that differ, in a phrase."""
-    names = sorted({*existing.content, *package.content})
-    changed = [n for n in names if existing.content.get(n) != package.content.get(n)]
+    content = package.publication.content
+    names = sorted({*existing.content, *content})
+    changed = [name for name in names if existing.content.get(name) != content.get(name)]
     more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
     return f"{', '.join(changed[:3])}{more} differ" if changed else "its digest differs"
 

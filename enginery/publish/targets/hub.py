@@ -92,7 +92,6 @@ class HubRegistry:
             if head is None:
                 self._api.create_branch(self.repo, branch=self.revision, exist_ok=True)
                 head = self._head(self.revision)
-            notes = [f"{r.directory_name} is {r.hardware_target}" for r in package.engines]
             is_new = head is None or not package.matches(listing)
             if head and listing and not is_new and self._is_current(before, listing, package):
                 commit = head
@@ -102,7 +101,7 @@ class HubRegistry:
                 self._api.create_tag(self.repo, tag=config.version, revision=commit)
             self._set_alias(config.alias, commit)
         version = config.version or commit
-        return Published(f"hf://{self.repo}@{version}", version, is_new, tuple(notes))
+        return Published(f"hf://{self.repo}@{version}", version, is_new)
 
     @property
     def remedy(self) -> str:
@@ -177,11 +176,7 @@ class HubRegistry:
     def _is_current(
         self, before: dict[str, tuple[str, int]], listing: Publication, package: Package
     ) -> bool:
-        """Return True if a branch with the same content needs no commit.
-
-        Raises:
-            RegistryError: a file is damaged, and the rights cannot be read here.
-        """
+        """Return True if a branch with the same content needs no commit."""
         local = {file.sha256: file.path for file in package.files}
         for name, record in listing.files.items():
             digest, size_bytes = before.get(name, ("", -1))
@@ -192,11 +187,8 @@ class HubRegistry:
             else:  # a card with other wording: git's blob id cannot be compared with a sha256
                 is_same = size_bytes == record.size_bytes
             if not is_same:
-                damage = f"{self.url}: {name} differs from {LISTING}"
-                package.check_rights_known(damage, listing.content_sha256)
                 return False
-        is_marked = listing.version == package.version
-        return not package.version or is_marked or not package.rights_known
+        return package.publication.version in ("", listing.version)
 
     def _commit(
         self,

@@ -19,7 +19,6 @@ from enginery.runtime.text.pooling import Vectors
 ARTIFACT = "data/artifact"
 """Path of the artifact in the MLflow model."""
 CONTENT_TAG = "enginery.content_sha256"
-WITHOUT_RIGHTS_TAG = "enginery.without_rights_sha256"
 _MAX_VALUE = 5000  # characters; the lowest of MLflow's limits for tag values
 
 
@@ -115,7 +114,6 @@ def tags(package: Package) -> dict[str, str]:
     manifest = package.artifact.manifest
     marks = {
         CONTENT_TAG: package.content_sha256,
-        WITHOUT_RIGHTS_TAG: package.without_rights_sha256,
         "enginery.task": manifest.task,
         "enginery.precision": manifest.precision,
         "enginery.target": manifest.target,

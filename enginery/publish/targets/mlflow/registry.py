@@ -35,7 +35,7 @@ from enginery.core.progress import Progress
 from enginery.publish.config import LATEST, PublishConfig
 from enginery.publish.destination import Published
 from enginery.publish.package import Package
-from enginery.publish.targets.mlflow.model import ARTIFACT, CONTENT_TAG, WITHOUT_RIGHTS_TAG
+from enginery.publish.targets.mlflow.model import ARTIFACT, CONTENT_TAG
 from enginery.publish.targets.mlflow.upload import ignore_existing, upload_version
 
 _ADDRESS = re.compile(
@@ -120,8 +120,7 @@ class MlflowRegistry:
             version = existing or upload_version(client, package, self.name, progress)
             if config.alias:
                 client.set_registered_model_alias(self.name, config.alias, version)
-        notes = tuple(f"{r.directory_name} is {r.hardware_target}" for r in package.engines)
-        return Published(f"mlflow:/{self.name}/{version}", version, is_new, notes)
+        return Published(f"mlflow:/{self.name}/{version}", version, is_new)
 
     @property
     def remedy(self) -> str:
@@ -226,9 +225,7 @@ class MlflowRegistry:
         numbers = [
             int(version.version)
             for version in self._versions(client)
-            if package.has_content(
-                version.tags.get(CONTENT_TAG, ""), version.tags.get(WITHOUT_RIGHTS_TAG, "")
-            )
+            if version.tags.get(CONTENT_TAG) == package.content_sha256
         ]
         return str(max(numbers)) if numbers else ""
 

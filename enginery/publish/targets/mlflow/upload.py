@@ -22,6 +22,7 @@ from enginery.core.progress import Progress
 from enginery.core.table import human_bytes
 from enginery.core.temporary import temporary_directory
 from enginery.core.version import __version__
+from enginery.publish.card.figures import Reports, metrics
 from enginery.publish.package import Package
 from enginery.publish.pyfunc import PyfuncConfig
 from enginery.publish.targets.mlflow.model import ARTIFACT, signature, stage_params, tags
@@ -53,9 +54,10 @@ def upload_version(client: Any, package: Package, name: str, progress: Progress)
         ) as run,
     ):
         mlflow.log_params(stage_params(package.artifact.manifest))
-        mlflow.log_metrics(package.metrics)
-        for plot in package.plots:
-            mlflow.log_artifact(str(plot.path), "plots")
+        mlflow.log_metrics(metrics(Reports.of(package.artifact)))
+        for file in package.files:
+            if file.path.suffix in (".svg", ".png"):
+                mlflow.log_artifact(str(file.path), "plots")
         with temporary_directory("mlflow") as scratch, _no_warnings():
             model_id = _log_model(package, name, scratch)
         version = client.create_model_version(
