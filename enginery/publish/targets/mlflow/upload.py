@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from enginery.core.artifact.fingerprint import runtime_version, sha256_of
-from enginery.core.errors import ArtifactError, RegistryError
+from enginery.core.errors import ArtifactError
 from enginery.core.progress import Progress
-from enginery.core.table import human_bytes
 from enginery.core.temporary import temporary_directory
 from enginery.core.version import __version__
 from enginery.publish.card.figures import Reports, metrics
@@ -38,7 +37,6 @@ def upload_version(client: Any, package: Package, name: str, progress: Progress)
         progress: receives progress messages.
 
     Raises:
-        RegistryError: the temporary folder is too small for MLflow's copy of the package.
         ArtifactError: a file was changed while it was published; the message names it.
     """
     import mlflow
@@ -50,7 +48,6 @@ def upload_version(client: Any, package: Package, name: str, progress: Progress)
             experiment_id=_experiment(client),
             run_name=f"publish {name}",
             nested=True,  # the caller may have an active run
-            tags=tags(package),
         ) as run,
     ):
         mlflow.log_params(stage_params(package.artifact.manifest))
@@ -80,19 +77,10 @@ def _log_model(package: Package, name: str, scratch: Path) -> str:
         scratch: an empty directory. MLflow copies the package beside it, before it sends it.
 
     Raises:
-        RegistryError: the temporary folder is too small for the copy.
         ArtifactError: a file was changed meanwhile; the message names it.
     """
     from mlflow import pyfunc
 
-    size_bytes = sum(file.size_bytes for file in package.files)
-    free_bytes = shutil.disk_usage(scratch).free
-    if size_bytes > free_bytes:
-        raise RegistryError(
-            f"MLflow copies {package.name} before it sends it: that needs "
-            f"{human_bytes(size_bytes)}, and {scratch.parent} has {human_bytes(free_bytes)} free.",
-            do="Free disk space, or set TMPDIR to a directory on another disk.",
-        )
     # The card and the listing are not in the artifact's directory. MLflow follows links.
     artifact = scratch / Path(ARTIFACT).name
     for file in package.files:
@@ -113,7 +101,6 @@ def _log_model(package: Package, name: str, scratch: Path) -> str:
         ],
         # MLflow takes only options that are named here.
         model_config=asdict(PyfuncConfig(allow_failed=bool(package.problem))),
-        metadata=tags(package),
         tags=tags(package),
         model_type=package.artifact.manifest.task,
     )
