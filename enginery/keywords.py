@@ -533,16 +533,12 @@ class TritonKeywords(TypedDict, total=False):
     tokenizer: bool
     """For text tasks, add models for preprocessing and postprocessing in the Python backend, and an
     ensemble that takes texts and returns results."""
-    version: int
-    """Version of the model, a folder in Triton's repository. Older versions for the same backend
-    are kept, and Triton serves the newest."""
     profile: tuple[str, ...] | list[str]
     """Shapes for warm-up, for preferred batches and of an engine that the server builds, if the
     artifact's engine has no profiles: batch=1:8:32,sequence=8:64:128; repeat it for several."""
     max_batch_size: int
-    """Maximum number of rows per batch; a profile may reduce it."""
-    preferred_batch_size: tuple[int, ...] | list[int]
-    """Batch sizes that Triton prefers, within the profiles; empty for the profiles' optima."""
+    """Maximum number of rows per batch; a profile may reduce it. Triton prefers the profiles'
+    optima."""
     max_queue_delay_us: int
     """Time that a request waits for others to share its batch, in microseconds."""
     max_queue_size: int
