@@ -183,33 +183,20 @@ def extract_variant(artifact: Artifact, name: str, out: Path) -> None:
 def _by_name(artifacts: Sequence[Artifact]) -> dict[str, Artifact]:
     """Return the artifacts by `variant_name`; raise ArtifactError if they do not go together."""
     first, by_name = artifacts[0], dict[str, Artifact]()
+    shared = _shared_facts(first)
     for artifact in artifacts:
         if read_variants(artifact):
             raise ArtifactError(
                 f"{artifact.path} has several precisions already.",
                 do="Publish it as it is, without --layout, or pull each with --variant.",
             )
-        for field in ("id", "revision", "sha256"):
-            first_value, value = (getattr(a.manifest.source, field) for a in (first, artifact))
-            if first_value != value:
-                raise ArtifactError(
-                    f"{first.path} and {artifact.path} are not of one source: its {field} is "
-                    f"{first_value!r} and {value!r}.",
-                    do="Publish the artifacts of one model together, and others by themselves.",
-                )
-        if artifact.manifest.task != first.manifest.task:
+        facts = _shared_facts(artifact)
+        names = [n for n in {**shared, **facts} if shared.get(n) != facts.get(n)]
+        if names:
             raise ArtifactError(
-                f"{first.path} is for {first.manifest.task}, and {artifact.path} for "
-                f"{artifact.manifest.task}; expected one task.",
-                do="Publish them one by one, under different names.",
-            )
-        first_files, files = first.side_files(), artifact.side_files()
-        if first_files != files:
-            differ = sorted(n for n, _ in first_files.items() ^ files.items())
-            raise ArtifactError(
-                f"{first.path} and {artifact.path} differ in {differ[0]}, of which the folder has "
-                "only one.",
-                do="Make them from the same export.",
+                f"{first.path} and {artifact.path} are not of one model: they differ in "
+                f"{names[0]}.",
+                do="Publish artifacts of one export together, and others by themselves.",
             )
         name = variant_name(artifact.manifest)
         if not is_portable_name(name):
@@ -226,6 +213,13 @@ def _by_name(artifacts: Sequence[Artifact]) -> dict[str, Artifact]:
             )
         by_name[name] = artifact
     return by_name
+
+
+def _shared_facts(artifact: Artifact) -> dict[str, object]:
+    """Return what all artifacts of a folder share by name, tokenizer and configuration included."""
+    source = artifact.manifest.source
+    named = {f"the source's {name}": getattr(source, name) for name in ("id", "revision", "sha256")}
+    return {**named, "the task": artifact.manifest.task, **artifact.side_files()}
 
 
 def _suffix(name: str) -> str:

@@ -33,6 +33,9 @@ from enginery.publish.config import PublishConfig
 from enginery.publish.layout import read_variants
 from enginery.publish.publication import CARD, LISTING, Publication, Rights
 
+CONTENT = "enginery.content_sha256"
+"""Tag of a version with the digest of its content."""
+
 
 @dataclass(frozen=True)
 class PackageFile:
@@ -71,6 +74,30 @@ class Package:
     def content_sha256(self) -> str:
         """Digest of the content; packages with the same digest are the same version."""
         return self.publication.content_sha256
+
+    @property
+    def description(self) -> str:
+        """What the artifact is, in a phrase."""
+        manifest = self.artifact.manifest
+        return (
+            f"{manifest.source.id}: {manifest.task}, {manifest.describe_precision()}, for "
+            f"{manifest.target}"
+        )
+
+    @property
+    def tags(self) -> dict[str, str]:
+        """What registries show and are searched for, as tags or annotations."""
+        manifest = self.artifact.manifest
+        engines = {f"enginery.engine.{e.directory_name}": e.hardware_target for e in self.engines}
+        return {
+            CONTENT: self.content_sha256,
+            "enginery.task": manifest.task,
+            "enginery.precision": manifest.precision,
+            "enginery.target": manifest.target,
+            "enginery.source": f"{manifest.source.id}@{manifest.source.revision}".rstrip("@"),
+            "enginery.validated": "false" if self.problem else "true",
+            **engines,
+        }
 
     @classmethod
     def of(cls, artifact: Artifact, config: PublishConfig, scratch: Path) -> Package:

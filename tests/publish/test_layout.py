@@ -245,13 +245,13 @@ def refuse(three, tmp_path, other, error, said):
 def test_artifacts_of_different_sources_are_an_error(three, tmp_path, field, value):
     source = three[1].manifest.source.model_copy(update={field: value})
     other = of_precision(tmp_path / "other", "fp16", target="tensorrt", source=source)
-    said = rf"fp32 and .*other are not of one source: its {field} is"
+    said = rf"fp32 and .*other are not of one model: they differ in the source's {field}\."
     refuse(three, tmp_path, other, ArtifactError, said)
 
 
 def test_artifacts_for_different_tasks_are_an_error(three, tmp_path):
     other = of_precision(tmp_path / "other", "fp16", target="tensorrt", task="fill-mask")
-    refuse(three, tmp_path, other, ArtifactError, "expected one task")
+    refuse(three, tmp_path, other, ArtifactError, "differ in the task")
 
 
 def test_two_artifacts_of_one_precision_are_an_error(three, tmp_path):

@@ -29,7 +29,8 @@ from tests.publish.targets.servers import free_port, mlflow_server
 
 pytest.importorskip("mlflow", reason="pip install 'enginery[mlflow]'")
 
-from enginery.publish.targets.mlflow.model import CONTENT_TAG, signature
+from enginery.publish.package import CONTENT
+from enginery.publish.targets.mlflow.model import signature
 from enginery.publish.targets.mlflow.registry import (
     MlflowRegistry,
     redacted_message,
@@ -416,7 +417,7 @@ def test_version_has_tags_and_description(server, artifact, tmp_path):
     engines = with_an_engine(artifact, tmp_path / "engines")
     published = stage.run(engines, "mlflow:/tags", UNVALIDATED)
     version = client(server).get_model_version("tags", published.version)
-    assert len(version.tags[CONTENT_TAG]) == 64
+    assert len(version.tags[CONTENT]) == 64
     assert version.tags["enginery.validated"] == "false"
     marks = [value for name, value in version.tags.items() if name.startswith("enginery.engine.")]
     assert marks == ["hardware-bound: tensorrt-rtx 1.7.1.116, compute capability 8.9"]

@@ -198,8 +198,7 @@ def test_image_has_a_layer_per_group(registry, artifact, tmp_path):
     (engine,) = (title for title in titles if title.startswith("engine-"))
     assert titles == [engine, "graph.tar", "weights.tar", "files.tar"]
     assert layer_with(host, "groups", "model.onnx.data") == manifest["layers"][2]
-    engines = json.loads(manifest["annotations"]["enginery.engines"])
-    (target,) = engines.values()
+    target = manifest["annotations"][f"enginery.engine.{engine[7:-4]}"]
     assert "hardware-bound: tensorrt-rtx 1.7.1.116, compute capability 8.9" in target
     assert any("hardware-bound" in note for note in published.notes)
 

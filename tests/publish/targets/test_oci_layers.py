@@ -14,9 +14,9 @@ import pytest
 from enginery.core.artifact.manifest import FileRecord
 from enginery.core.errors import ArtifactError, RegistryError
 from enginery.publish import stage
+from enginery.publish.package import CONTENT
 from enginery.publish.publication import LISTING, Publication
 from enginery.publish.targets.oci.image import (
-    CONTENT,
     FILES,
     LAYER,
     MANIFEST,

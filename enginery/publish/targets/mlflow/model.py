@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 from enginery.core.artifact.manifest import Manifest
-from enginery.core.version import __version__
 from enginery.publish.package import Package
 from enginery.runtime.tasks import manifest_task
 from enginery.runtime.tasks.results import bare_type
@@ -16,7 +15,6 @@ from enginery.runtime.text.pooling import Vectors
 
 ARTIFACT = "data/artifact"
 """Path of the artifact in the MLflow model."""
-CONTENT_TAG = "enginery.content_sha256"
 _MAX_VALUE = 5000  # characters; the lowest of MLflow's limits for tag values
 
 
@@ -76,21 +74,8 @@ def _supported_task(manifest: Manifest) -> type[Task] | None:
 
 
 def tags(package: Package) -> dict[str, str]:
-    """Return the tags for the run, the logged model and the version."""
-    manifest = package.artifact.manifest
-    marks = {
-        CONTENT_TAG: package.content_sha256,
-        "enginery.task": manifest.task,
-        "enginery.precision": manifest.precision,
-        "enginery.target": manifest.target,
-        "enginery.source": f"{manifest.source.id}@{manifest.source.revision}".rstrip("@"),
-        "enginery.source_sha256": manifest.source.sha256,
-        "enginery.validated": "false" if package.problem else "true",
-        "enginery.version": __version__,
-    }
-    for record in package.engines:
-        marks[f"enginery.engine.{record.directory_name}"] = record.hardware_target
-    return {name: value[:_MAX_VALUE] for name, value in marks.items()}
+    """Return the tags for the logged model and the version."""
+    return {name: value[:_MAX_VALUE] for name, value in package.tags.items()}
 
 
 def stage_params(manifest: Manifest) -> dict[str, str]:

@@ -31,8 +31,8 @@ from enginery.core.paths import is_portable_name
 from enginery.core.progress import Progress
 from enginery.publish.config import LATEST, PublishConfig
 from enginery.publish.destination import Published
-from enginery.publish.package import Package
-from enginery.publish.targets.mlflow.model import ARTIFACT, CONTENT_TAG
+from enginery.publish.package import CONTENT, Package
+from enginery.publish.targets.mlflow.model import ARTIFACT
 from enginery.publish.targets.mlflow.upload import ignore_existing, upload_version
 
 _ADDRESS = re.compile(
@@ -216,7 +216,7 @@ class MlflowRegistry:
         numbers = [
             int(version.version)
             for version in self._versions(client)
-            if version.tags.get(CONTENT_TAG) == package.content_sha256
+            if version.tags.get(CONTENT) == package.content_sha256
         ]
         return str(max(numbers)) if numbers else ""
 

@@ -136,11 +136,9 @@ def _experiment(client: Any) -> str:
 
 def _description(package: Package) -> str:
     """Return a short description; the card is in the model, as data/artifact/README.md."""
-    manifest = package.artifact.manifest
     checked = f"Not validated: {package.problem}." if package.problem else "Validated."
     lines = [
-        f"{manifest.source.id}: {manifest.task}, {manifest.describe_precision()}, "
-        f"for {manifest.target}. {checked} The card is {ARTIFACT}/README.md.",
+        f"{package.description}. {checked} The card is {ARTIFACT}/README.md.",
         *(f"- `engines/{r.directory_name}` is {r.hardware_target}" for r in package.engines),
     ]
     return "\n".join(lines)[:4000]

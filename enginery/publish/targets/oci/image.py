@@ -32,7 +32,6 @@ from enginery.publish.publication import LISTING
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 CONFIG = "application/vnd.oci.image.config.v1+json"
 LAYER = "application/vnd.oci.image.layer.v1.tar"
-CONTENT = "enginery.content_sha256"
 FILES = "enginery.files"
 """Annotation of a layer with the names of its files, and field of the config with the listing."""
 TITLE = "org.opencontainers.image.title"
@@ -224,20 +223,12 @@ def _content(file: PackageFile) -> Iterator[bytes]:
 
 
 def _annotations(package: Package) -> dict[str, str]:
-    manifest, version = package.artifact.manifest, package.publication.version
-    engines = {record.directory_name: record.hardware_target for record in package.engines}
+    version = package.publication.version
     return {
         TITLE: package.name,
-        "org.opencontainers.image.description": f"{manifest.source.id}: {manifest.task}, "
-        f"{manifest.describe_precision()}, for {manifest.target}; an artifact of enginery",
+        "org.opencontainers.image.description": f"{package.description}; an artifact of enginery",
         **({VERSION: version} if version else {}),
-        CONTENT: package.content_sha256,
-        "enginery.task": manifest.task,
-        "enginery.precision": manifest.precision,
-        "enginery.target": manifest.target,
-        "enginery.source": f"{manifest.source.id}@{manifest.source.revision}".rstrip("@"),
-        "enginery.validated": "false" if package.problem else "true",
-        "enginery.engines": json.dumps(engines, sort_keys=True),
+        **package.tags,
     }
 
 

@@ -18,9 +18,9 @@ from typing import Any
 from enginery.core.errors import ArtifactError, RegistryError
 from enginery.core.json_file import parse_json
 from enginery.core.table import human_bytes
+from enginery.publish.package import CONTENT
 from enginery.publish.publication import LISTING, Publication
 from enginery.publish.targets.oci.image import (
-    CONTENT,
     FILES,
     LAYER,
     TAR_END,

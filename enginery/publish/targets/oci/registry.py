@@ -28,9 +28,8 @@ from enginery.core.progress import Progress
 from enginery.core.resource_limits import ResourceLimits
 from enginery.publish.config import LATEST, PublishConfig
 from enginery.publish.destination import Published
-from enginery.publish.package import Package
+from enginery.publish.package import CONTENT, Package
 from enginery.publish.targets.oci.image import (
-    CONTENT,
     TITLE,
     VERSION,
     Image,
