@@ -497,9 +497,6 @@ class PublishKeywords(TypedDict, total=False):
     layout: Literal["enginery", "hub"]
     """Where the graphs are. `enginery`: in the root, as in the artifact. `hub`: in `onnx/`, several
     artifacts of a model side by side, as transformers.js and sentence-transformers expect."""
-    pooling_in_graph: bool
-    """Add the output `sentence_embedding` to the graphs, pooled as the model's modules say; only
-    with the layout `hub`."""
     license: str
     """Licence of the model, `apache-2.0`; empty for the one on the source's card."""
     base_model: str
@@ -577,8 +574,6 @@ class KserveKeywords(TypedDict, total=False):
     model_name: str
     """Name of the model in requests to enginery; empty for the name of its source. In Triton it has
     the name from export-triton."""
-    namespace: str
-    """Kubernetes namespace; empty for the current one of kubectl."""
     image: str
     """Container image, required for enginery, see docs/deploy. For Triton, empty for KServe's
     image, which lacks enginery for the ensemble's Python models."""

@@ -98,7 +98,7 @@ def _arranged(
         require_validated(artifact, allow_failed=config.allow_failed)
         if engine_directories(artifact.path):
             progress.say(f"publish: left out the engines of {artifact.path}")
-    arranged = arrange(artifacts, out, pooling_in_graph=config.pooling_in_graph)
+    arranged = arrange(artifacts, out)
     if arranged.manifest.precision != "fp32":
         progress.say(
             "publish: no artifact is FP32, so there is no onnx/model.onnx, which readers open "

@@ -34,9 +34,9 @@ SCHEMES = (
 # appends -00001 for a revision.
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 MAX_CHARACTERS, MAX_CHARACTERS_KNATIVE = 53, 47
-# A label and a subdomain of RFC 1123, as Kubernetes validates them.
-_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
-_SUBDOMAIN = re.compile(rf"{_LABEL.pattern}(\.{_LABEL.pattern})*")
+# A subdomain of RFC 1123, as Kubernetes validates it.
+_LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+_SUBDOMAIN = re.compile(rf"{_LABEL}(\.{_LABEL})*")
 _CPU = re.compile(r"[0-9]+m|[0-9]+(\.[0-9]{1,3})?")
 _MEMORY = re.compile(r"(?P<number>[0-9]+(\.[0-9]+)?)(?P<unit>[kMGT]|[KMGT]i)?")
 _UNITS = {
@@ -70,8 +70,6 @@ class KserveConfig:
     model_name: str = ""
     """Name of the model in requests to enginery; empty for the name of its source. In Triton it has
     the name from export-triton."""
-    namespace: str = ""
-    """Kubernetes namespace; empty for the current one of kubectl."""
     image: str = ""
     """Container image, required for enginery, see docs/deploy. For Triton, empty for KServe's
     image, which lacks enginery for the ensemble's Python models."""
@@ -175,12 +173,6 @@ class KserveConfig:
                 f"letters, digits and '-', with a letter "
                 f"first{', for min_replicas 0' if knative else ''}.",
                 option="name",
-            )
-        if self.namespace and (not _LABEL.fullmatch(self.namespace) or len(self.namespace) > 63):
-            yield OptionError(
-                f"option 'namespace' is {self.namespace!r}, expected at most 63 lowercase letters, "
-                "digits and '-', without '-' at either end.",
-                option="namespace",
             )
         account = self.service_account
         if account and (not _SUBDOMAIN.fullmatch(account) or len(account) > 253):

@@ -284,7 +284,7 @@ def hide_source_path(text: str, source: SourceRecord) -> str:
 
 
 def _outputs_not_compared(artifact: Artifact, report: ValidationReport | None) -> list[str]:
-    """Return the outputs without a comparison, such as one that `publish` has added."""
+    """Return the outputs that the validation did not compare."""
     compared = {output.output for case in report.cases for output in case.outputs} if report else {}
     names = (spec.name for graph in artifact.manifest.graphs for spec in graph.outputs)
     return [name for name in dict.fromkeys(names) if compared and name not in compared]
