@@ -9,8 +9,7 @@ card and the reports. It has no dates, so that the same package has the same lis
 
 from __future__ import annotations
 
-from itertools import pairwise
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -98,7 +97,7 @@ class Publication(_Record):
             ) from error
         altered = "It was altered, or comes from another version of enginery."
         try:
-            publication = cls.model_validate_json(verify_checksum(content))
+            return cls.model_validate_json(verify_checksum(content))
         except ChecksumError as error:
             raise ArtifactError(f"{label}: {LISTING}: {error}.", do=altered) from None
         except ValidationError as error:
@@ -106,8 +105,6 @@ class Publication(_Record):
                 f"{label}: {LISTING}: {first_problem(error)} (expected version {SCHEMA_VERSION}).",
                 do=altered,
             ) from error
-        _check_names(publication, label)
-        return publication
 
     def to_json(self) -> bytes:
         """Return the content of `reports/publication.json`."""
@@ -148,13 +145,3 @@ def check_file(
             f"{record.sha256[:12]}… as in {LISTING}.",
             do=do,
         )
-
-
-def _check_names(publication: Publication, label: str) -> None:
-    """Raise ArtifactError if a name is both a file and a directory."""
-    parts = sorted(PurePosixPath(name).parts for name in publication.files)
-    for path, next_path in pairwise(parts):
-        if next_path[: len(path)] == path:
-            raise ArtifactError(
-                f"{label}: {LISTING} has {'/'.join(path)} as a file and as a directory."
-            )

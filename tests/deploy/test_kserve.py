@@ -13,7 +13,7 @@ from enginery.api import export_kserve, export_triton
 from enginery.cli import main
 from enginery.core.artifact.artifact import Artifact, commit_artifact
 from enginery.core.errors import ArtifactError, OptionError, RejectedArtifactError
-from enginery.deploy.kserve.options import SCHEMES, KserveConfig
+from enginery.deploy.kserve.options import KserveConfig
 from enginery.deploy.kserve.stage import service_name
 from enginery.deploy.triton.options import TritonConfig
 from enginery.serve.config import ServeConfig
@@ -182,7 +182,7 @@ def test_memory_includes_engines_with_tensorrt_only(artifact, exported, tmp_path
 
 
 @pytest.mark.parametrize("runtime", ["enginery", "triton"])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", ["pvc", "s3", "https", "oci", "oci+native", "hf"])
 def test_every_storage_scheme_of_kserve_is_supported(manifest, scheme, runtime):
     manifest(storage_uri=f"{scheme}://org/models/minilm", runtime=runtime)
 
@@ -269,7 +269,7 @@ def test_changed_artifact_is_an_error_even_if_it_is_already_open(artifact, tmp_p
     ("options", "said"),
     [
         ({"storage_uri": "build/minilm"}, "expected an address"),
-        ({"storage_uri": "pcv://models"}, "unknown scheme 'pcv'; did you mean 'pvc'?"),
+        ({"storage_uri": "pvc://my models"}, "expected an address"),
         ({"name": "MiniLM_L6"}, "option 'name' is 'MiniLM_L6', expected at most"),
         ({"name": "m" * 54}, "expected at most 53 lowercase"),
         (

@@ -149,6 +149,33 @@ def test_tag_can_become_a_version(registry, artifact, tmp_path):
         stage.run(altered(artifact, tmp_path / "other"), f"{url}:1.0", UNVALIDATED)
 
 
+def test_index_with_the_same_content_is_replaced_by_an_image(registry, artifact):
+    from enginery.publish.targets.oci.client import OciClient
+
+    host, _ = registry
+    first = stage.run(artifact, f"oci://{host}/index:1", UNVALIDATED)
+    document = fetch(host, "index/manifests/1")
+    (client, digest) = OciClient(host, "index", insecure=True), first.url.partition("@")[2]
+    content = client.manifest(digest)
+    inside = {"mediaType": MANIFEST, "digest": digest, "size": len(content)}
+    index = {
+        "schemaVersion": 2,
+        "mediaType": MANIFEST.replace("manifest", "index"),
+        "manifests": [{**inside, "platform": {"architecture": "amd64", "os": "linux"}}],
+        "annotations": document["annotations"],
+    }
+    request = urllib.request.Request(
+        f"http://{host}/v2/index/manifests/1",
+        json.dumps(index).encode(),
+        {"Content-Type": index["mediaType"]},
+        method="PUT",
+    )
+    urllib.request.urlopen(request).close()
+    again = stage.run(artifact, f"oci://{host}/index:1", UNVALIDATED)
+    assert again.url == first.url
+    assert again.notes[-1].startswith("1 pointed to sha256:")
+
+
 def test_address_without_a_tag_lists_existing_tags(registry, artifact, tmp_path):
     host, _ = registry
     stage.run(artifact, f"oci://{host}/tags:b", UNVALIDATED)

@@ -165,7 +165,8 @@ class OciClient:
                             if remaining < 0:
                                 break
                             stream.write(piece)
-                            self._require_time(deadline, size_bytes)
+                            if time.monotonic() > deadline:
+                                raise self._too_slow(size_bytes)
                     if remaining < 0:
                         path.unlink(missing_ok=True)
                         raise ArtifactError(
@@ -176,14 +177,13 @@ class OciClient:
 
         self._check(self._with_retries(receive))
 
-    def _require_time(self, deadline: float, size_bytes: int) -> None:
-        if time.monotonic() > deadline:
-            raise RegistryError(
-                f"the registry {self.host} is too slow: a blob of {size_bytes} bytes was not "
-                "complete when the time for the pull was over.",
-                do="Run the same command again: it resumes. ENGINERY_TIME_LIMIT_SECONDS sets the "
-                "time (0 is no limit).",
-            )
+    def _too_slow(self, size_bytes: int) -> RegistryError:
+        return RegistryError(
+            f"the registry {self.host} is too slow: a blob of {size_bytes} bytes was not complete "
+            "when the time for the pull was over.",
+            do="Run the same command again: it resumes. ENGINERY_TIME_LIMIT_SECONDS sets the time "
+            "(0 is no limit).",
+        )
 
     def _challenge(self) -> str:
         """Return the registry's `Www-Authenticate` header; empty if it requires no login."""

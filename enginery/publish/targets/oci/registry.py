@@ -96,7 +96,7 @@ class OciRegistry:
         return REMEDY
 
     def publish(self, package: Package, config: PublishConfig, progress: Progress) -> Published:
-        """Upload missing layers, then the manifests, then the tags.
+        """Upload missing layers and the config, then the manifest under its tags.
 
         Raises:
             RegistryError: the registry cannot be reached or rejects a request, the version exists
@@ -128,7 +128,10 @@ class OciRegistry:
         with file_lock(f"oci-{lock_key[:32]}"):
             manifest = client.manifest(tag)
             existing = {} if manifest is None else parse_json_object(manifest, self.url)
-            is_same = annotation(existing, CONTENT) == package.content_sha256
+            # An image, and not the index of several that enginery made at first.
+            is_same = annotation(existing, CONTENT) == package.content_sha256 and (
+                "config" in existing
+            )
             if manifest and not is_same:
                 self._require_movable(tag, existing, package, config)
                 notes.append(f"{tag} pointed to {digest_of(manifest)} before")
@@ -151,14 +154,14 @@ class OciRegistry:
         return Published(url, tag, is_new, tuple(notes))
 
     def pull(self, out: Path, progress: Progress) -> Path:
-        """Download the layers, check their digests and unpack them into `out`.
+        """Download the layers and unpack them into `out`; the caller verifies every file.
 
         Layers are downloaded to `$ENGINERY_HOME/pulls`, so that a pull can be resumed.
 
         Raises:
             RegistryError: the registry cannot be reached, rejects the request, or has no such
                 image published by enginery.
-            ArtifactError: a layer was changed; the message names it, and the file if possible.
+            ArtifactError: a layer is not the tar of its files; the message names it.
         """
         client = self._connect()
         document = self._manifest(client)
@@ -189,14 +192,14 @@ class OciRegistry:
         self, tag: str, existing: dict[str, Any], package: Package, config: PublishConfig
     ) -> None:
         """Raise RegistryError if a tag with other content is a version, or would become one."""
-        name = f"oci://{self.host}/{self.repository}:{tag}"
+        if not config.version and annotation(existing, VERSION) != tag:
+            return
         content = annotation(existing, CONTENT)[:12] or "an image without a content digest"
-        if config.version or annotation(existing, VERSION) == tag:
-            raise RegistryError(
-                f"{name} exists with other content than {package.name}: found {content}, expected "
-                f"{package.content_sha256[:12]}.",
-                do="Choose another name: a version is never moved.",
-            )
+        raise RegistryError(
+            f"oci://{self.host}/{self.repository}:{tag} exists with other content than "
+            f"{package.name}: found {content}, expected {package.content_sha256[:12]}.",
+            do="Choose another name: a version is never moved.",
+        )
 
     def _check_alias(self, client: OciClient, alias: str) -> None:
         """Raise RegistryError if an alias is the name of a version."""
