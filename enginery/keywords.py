@@ -498,9 +498,6 @@ class PublishKeywords(TypedDict, total=False):
     layout: Literal["enginery", "hub"]
     """Where the graphs are. `enginery`: in the root, as in the artifact. `hub`: in `onnx/`, several
     artifacts of a model side by side, as transformers.js and sentence-transformers expect."""
-    pooling_in_graph: bool
-    """Add the output `sentence_embedding` to the graphs, pooled as the model's modules say; only
-    with the layout `hub`."""
     license: str
     """Licence of the model, `apache-2.0`; empty for the one on the source's card."""
     base_model: str
@@ -534,16 +531,12 @@ class TritonKeywords(TypedDict, total=False):
     tokenizer: bool
     """For text tasks, add models for preprocessing and postprocessing in the Python backend, and an
     ensemble that takes texts and returns results."""
-    version: int
-    """Version of the model, a folder in Triton's repository. Older versions for the same backend
-    are kept, and Triton serves the newest."""
     profile: tuple[str, ...] | list[str]
     """Shapes for warm-up, for preferred batches and of an engine that the server builds, if the
     artifact's engine has no profiles: batch=1:8:32,sequence=8:64:128; repeat it for several."""
     max_batch_size: int
-    """Maximum number of rows per batch; a profile may reduce it."""
-    preferred_batch_size: tuple[int, ...] | list[int]
-    """Batch sizes that Triton prefers, within the profiles; empty for the profiles' optima."""
+    """Maximum number of rows per batch; a profile may reduce it. Triton prefers the profiles'
+    optima."""
     max_queue_delay_us: int
     """Time that a request waits for others to share its batch, in microseconds."""
     max_queue_size: int
@@ -582,8 +575,6 @@ class KserveKeywords(TypedDict, total=False):
     model_name: str
     """Name of the model in requests to enginery; empty for the name of its source. In Triton it has
     the name from export-triton."""
-    namespace: str
-    """Kubernetes namespace; empty for the current one of kubectl."""
     image: str
     """Container image, required for enginery, see docs/deploy. For Triton, empty for KServe's
     image, which lacks enginery for the ensemble's Python models."""

@@ -29,9 +29,6 @@ class PublishConfig:
     layout: Literal["enginery", "hub"] = "enginery"
     """Where the graphs are. `enginery`: in the root, as in the artifact. `hub`: in `onnx/`, several
     artifacts of a model side by side, as transformers.js and sentence-transformers expect."""
-    pooling_in_graph: bool = False
-    """Add the output `sentence_embedding` to the graphs, pooled as the model's modules say; only
-    with the layout `hub`."""
     license: str = ""
     """Licence of the model, `apache-2.0`; empty for the one on the source's card."""
     base_model: str = ""
@@ -62,13 +59,6 @@ class PublishConfig:
             raise OptionError(
                 f"option 'layout' is {self.layout!r}, expected 'enginery' or 'hub'.",
                 option="layout",
-            )
-        if self.pooling_in_graph and self.layout != "hub":
-            raise OptionError(
-                "option 'pooling_in_graph' is set, but the layout 'enginery' publishes graphs "
-                "unchanged.",
-                do="Use --layout hub, or leave the option out.",
-                option="pooling_in_graph",
             )
         for option in ("license", "base_model"):
             value = getattr(self, option)

@@ -22,7 +22,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from enginery.core.artifact.artifact import (
     GRAPHS,
@@ -43,10 +42,6 @@ from enginery.core.artifact.manifest import FileRecord, GraphRecord, Manifest, V
 from enginery.core.errors import ArtifactError, OptionError, nearest
 from enginery.core.json_file import load_json
 from enginery.core.paths import is_portable_name, list_tree
-from enginery.core.shapes import TensorSpec
-from enginery.runtime.agreement import read_model_pooling
-from enginery.runtime.tasks.embed import SENTENCE_OUTPUT, TOKEN_OUTPUTS
-from enginery.runtime.text.pooling import Pooling
 
 _FP32 = "fp32"
 _CONFIG = "config.json"
@@ -72,31 +67,27 @@ def variant_name(manifest: Manifest) -> str:
     return manifest.precision
 
 
-def arrange(
-    artifacts: Sequence[Artifact], out: Path, *, pooling_in_graph: bool = False
-) -> Artifact:
+def arrange(artifacts: Sequence[Artifact], out: Path) -> Artifact:
     """Write the artifacts of one model into a new directory, without their engines.
 
     A verdict on an artifact's content becomes one on its files here: they are the same, apart from
-    names and an added output.
+    their names.
 
     Args:
         artifacts: artifacts of the same source, each of another precision.
         out: the directory, which must not exist.
-        pooling_in_graph: add the output `sentence_embedding`.
 
     Raises:
         ArtifactError: the artifacts are of different models, two have the same precision, a file
-            is missing or was changed, or the pooling is not supported in a graph.
+            is missing or was changed.
     """
     opened = _by_name([Artifact.open(artifact.path, verify=True) for artifact in artifacts])
     root_name = _FP32 if _FP32 in opened else next(iter(opened))
     root = opened[root_name]
-    pooling = _read_pooling(root) if pooling_in_graph else None
     out.mkdir(parents=True)
     root.copy_side_files(out)
     graphs = {
-        name: _move_graphs(artifact, out, folder=f"{GRAPHS}/", added=_suffix(name), pooling=pooling)
+        name: _move_graphs(artifact, out, folder=f"{GRAPHS}/", added=_suffix(name))
         for name, artifact in opened.items()
     }
     _declare_external_data(out, [record for records in graphs.values() for record in records])
@@ -183,33 +174,20 @@ def extract_variant(artifact: Artifact, name: str, out: Path) -> None:
 def _by_name(artifacts: Sequence[Artifact]) -> dict[str, Artifact]:
     """Return the artifacts by `variant_name`; raise ArtifactError if they do not go together."""
     first, by_name = artifacts[0], dict[str, Artifact]()
+    shared = _shared_facts(first)
     for artifact in artifacts:
         if read_variants(artifact):
             raise ArtifactError(
                 f"{artifact.path} has several precisions already.",
                 do="Publish it as it is, without --layout, or pull each with --variant.",
             )
-        for field in ("id", "revision", "sha256"):
-            first_value, value = (getattr(a.manifest.source, field) for a in (first, artifact))
-            if first_value != value:
-                raise ArtifactError(
-                    f"{first.path} and {artifact.path} are not of one source: its {field} is "
-                    f"{first_value!r} and {value!r}.",
-                    do="Publish the artifacts of one model together, and others by themselves.",
-                )
-        if artifact.manifest.task != first.manifest.task:
+        facts = _shared_facts(artifact)
+        names = [n for n in {**shared, **facts} if shared.get(n) != facts.get(n)]
+        if names:
             raise ArtifactError(
-                f"{first.path} is for {first.manifest.task}, and {artifact.path} for "
-                f"{artifact.manifest.task}; expected one task.",
-                do="Publish them one by one, under different names.",
-            )
-        first_files, files = first.side_files(), artifact.side_files()
-        if first_files != files:
-            differ = sorted(n for n, _ in first_files.items() ^ files.items())
-            raise ArtifactError(
-                f"{first.path} and {artifact.path} differ in {differ[0]}, of which the folder has "
-                "only one.",
-                do="Make them from the same export.",
+                f"{first.path} and {artifact.path} are not of one model: they differ in "
+                f"{names[0]}.",
+                do="Publish artifacts of one export together, and others by themselves.",
             )
         name = variant_name(artifact.manifest)
         if not is_portable_name(name):
@@ -226,6 +204,13 @@ def _by_name(artifacts: Sequence[Artifact]) -> dict[str, Artifact]:
             )
         by_name[name] = artifact
     return by_name
+
+
+def _shared_facts(artifact: Artifact) -> dict[str, object]:
+    """Return what all artifacts of a folder share by name, tokenizer and configuration included."""
+    source = artifact.manifest.source
+    named = {f"the source's {name}": getattr(source, name) for name in ("id", "revision", "sha256")}
+    return {**named, "the task": artifact.manifest.task, **artifact.side_files()}
 
 
 def _suffix(name: str) -> str:
@@ -258,7 +243,6 @@ def _move_graphs(
     folder: str = "",
     removed: str = "",
     added: str = "",
-    pooling: Pooling | None = None,
 ) -> tuple[GraphRecord, ...]:
     """Write an artifact's graphs with their external data under other names.
 
@@ -268,7 +252,6 @@ def _move_graphs(
         folder: folder of the graphs, with a slash at the end.
         removed: end of each graph's name that is left out.
         added: what is added to each graph's name.
-        pooling: the pooling to append to the graphs with token vectors.
     """
     records = []
     moved_data: dict[str, str] = {}
@@ -282,32 +265,17 @@ def _move_graphs(
                 copy_file(artifact.path / old, out / moved_data[old])
         data = [moved_data[old] for old in record.data_files]
         moved = record.model_copy(update={"file": file, "data_files": tuple(data)})
-        if record.data_files or pooling:
-            moved = _rewrite(artifact, record, moved, out, pooling)
+        if record.data_files:
+            _rewrite(artifact, record, moved, out)
         else:
             link_or_copy(artifact.path / record.file, out / file)
         records.append(moved)
     return tuple(records)
 
 
-def _rewrite(
-    artifact: Artifact, before: GraphRecord, after: GraphRecord, out: Path, pooling: Pooling | None
-) -> GraphRecord:
-    """Write a graph that names its external data anew, and pools if `pooling` is given."""
+def _rewrite(artifact: Artifact, before: GraphRecord, after: GraphRecord, out: Path) -> None:
+    """Write a graph that names its external data anew."""
     model = load_graph(artifact.path / before.file)
-    outputs = {spec.name: spec for spec in before.outputs}
-    if pooling and SENTENCE_OUTPUT not in outputs:
-        tokens = next((outputs[name] for name in TOKEN_OUTPUTS if name in outputs), None)
-        if tokens is None:
-            raise ArtifactError(
-                f"{artifact.path / before.file} has no output to pool: it has "
-                f"{', '.join(outputs)}, expected {' or '.join(TOKEN_OUTPUTS)}."
-            )
-        model = _with_pooling(model, pooling, tokens.name)
-        last = tokens.dims[-1]
-        size = pooling.size(last) if isinstance(last, int) else last
-        vector = TensorSpec(SENTENCE_OUTPUT, "float32", (tokens.dims[0], size))
-        after = after.model_copy(update={"outputs": (*before.outputs, vector)})
     here = PurePosixPath(before.file).parent
     used = {
         str(here / name): name for name in external_data_files(artifact.path / before.file, model)
@@ -323,31 +291,6 @@ def _rewrite(
     (out / after.file).parent.mkdir(exist_ok=True)
     # External data are not loaded, so this writes the graph only.
     (out / after.file).write_bytes(model.SerializeToString())
-    if after.outputs != before.outputs:
-        from enginery.passes.ir.graph_file import check_graph
-
-        check_graph(out / after.file)
-    return after
-
-
-def _with_pooling(model: Any, pooling: Pooling, tokens: str) -> Any:
-    import onnx_ir as ir
-
-    from enginery.passes.ir.answers import append_pooling
-
-    graph = ir.from_proto(model)
-    append_pooling(graph, pooling, tokens=tokens)
-    return ir.to_proto(graph)
-
-
-def _read_pooling(artifact: Artifact) -> Pooling:
-    pooling = read_model_pooling(artifact.path)
-    if pooling is None:
-        raise ArtifactError(
-            f"{artifact.path} has no modules.json, so how it pools is not known.",
-            do="Leave out --pooling-in-graph.",
-        )
-    return pooling
 
 
 def _declare_external_data(out: Path, graphs: Sequence[GraphRecord]) -> None:

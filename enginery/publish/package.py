@@ -7,49 +7,46 @@
 
 The card and the listing are written into a scratch directory. Packages with the same content are
 the same version. The content is the model's files and engines, the verdicts of its checks, its
-benchmark, and the rights on the card. Dates, durations and the wording of the card do not count. If
-the rights cannot be read, they are not compared.
+benchmark, and the rights on the card. Dates, durations and the wording of the card do not count.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path, PurePosixPath
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from enginery.core.artifact.artifact import MANIFEST, Artifact
 from enginery.core.artifact.engine import Engine
 from enginery.core.artifact.engine_record import ENGINES, EngineRecord, engine_directories
-from enginery.core.artifact.fingerprint import combined_sha256
+from enginery.core.artifact.fingerprint import combined_sha256, sha256_of
 from enginery.core.artifact.manifest import FileRecord
-from enginery.core.errors import (
-    ArtifactError,
-    EngineryError,
-    RegistryError,
-    RejectedArtifactError,
-)
+from enginery.core.errors import ArtifactError, EngineryError, RejectedArtifactError
 from enginery.core.json_file import json_bytes
 from enginery.core.model.onnx_structure import read_structure
-from enginery.core.paths import portable_name
-from enginery.publish.card.figures import Reports, metrics
+from enginery.core.paths import list_tree, portable_name
+from enginery.publish.card.figures import Reports
 from enginery.publish.card.model_card import CardFacts, model_card
 from enginery.publish.card.source import SourceCard, read_source_card
 from enginery.publish.config import PublishConfig
 from enginery.publish.layout import read_variants
-from enginery.publish.package_files import PackageFile, collect_files, package_file
-from enginery.publish.publication import (
-    CARD,
-    LISTING,
-    Publication,
-    PublishedEngine,
-    Rights,
-    without_rights,
-)
+from enginery.publish.publication import CARD, LISTING, Publication, Rights
 
-__all__ = ["Package", "PackageFile"]
+CONTENT = "enginery.content_sha256"
+"""Tag of a version with the digest of its content."""
 
-_PLOTS = (".svg", ".png")
+
+@dataclass(frozen=True)
+class PackageFile:
+    """A file of a package."""
+
+    name: str
+    """Path below the package's root, with `/` as separator."""
+    path: Path
+    """Path of the file on this machine."""
+    sha256: str
+    size_bytes: int
 
 
 @dataclass(frozen=True)
@@ -57,31 +54,50 @@ class Package:
     """A verified artifact with its card and its listing."""
 
     artifact: Artifact
-    name: str
-    """A name that every registry accepts."""
-    content_sha256: str
-    """Digest over `content`."""
-    content: dict[str, str]
-    """Part of the content -> digest."""
+    publication: Publication
+    """The listing, with the package's name, version and content."""
     files: tuple[PackageFile, ...]
     """All files with card and listing, sorted by name."""
-    card: str
-    """Text of `README.md`."""
     engines: tuple[EngineRecord, ...]
     """Engines; each of them is bound to its hardware."""
-    metrics: dict[str, float]
-    """`validation.max_abs_error`, `latency_ms_p50.enginery-cpu.batch_1-sequence_16`, …; the names
-    have the characters that MLflow accepts."""
-    plots: tuple[PackageFile, ...]
-    """SVG and PNG files of the reports."""
     problem: str = ""
     """Reason why publishing needs --allow-failed; empty if it does not."""
     notes: tuple[str, ...] = ()
     """Messages for the publisher, such as the files that are left out."""
-    rights_known: bool = True
-    """False if the source's card could not be read and no option gives the rights."""
-    version: str = ""
-    """Value of --version."""
+
+    @property
+    def name(self) -> str:
+        """A name that every registry accepts."""
+        return self.publication.name
+
+    @property
+    def content_sha256(self) -> str:
+        """Digest of the content; packages with the same digest are the same version."""
+        return self.publication.content_sha256
+
+    @property
+    def description(self) -> str:
+        """What the artifact is, in a phrase."""
+        manifest = self.artifact.manifest
+        return (
+            f"{manifest.source.id}: {manifest.task}, {manifest.describe_precision()}, for "
+            f"{manifest.target}"
+        )
+
+    @property
+    def tags(self) -> dict[str, str]:
+        """What registries show and are searched for, as tags or annotations."""
+        manifest = self.artifact.manifest
+        engines = {f"enginery.engine.{e.directory_name}": e.hardware_target for e in self.engines}
+        return {
+            CONTENT: self.content_sha256,
+            "enginery.task": manifest.task,
+            "enginery.precision": manifest.precision,
+            "enginery.target": manifest.target,
+            "enginery.source": f"{manifest.source.id}@{manifest.source.revision}".rstrip("@"),
+            "enginery.validated": "false" if self.problem else "true",
+            **engines,
+        }
 
     @classmethod
     def of(cls, artifact: Artifact, config: PublishConfig, scratch: Path) -> Package:
@@ -111,16 +127,16 @@ class Package:
         for variant, other in variants.items():
             if variant_problem := require_validated(other, allow_failed=config.allow_failed):
                 problem = problem or f"{variant}: {variant_problem}"
-        opened_engines = [Engine.open(path) for path in engine_directories(opened.path)]
-        engines = tuple(engine.record for engine in opened_engines)
+        engines = tuple(Engine.open(path).record for path in engine_directories(opened.path))
         reports = Reports.of(opened)
-        rights = resolve_rights(opened, config)
+        source_card = resolve_rights(opened, config)
+        rights = source_card.rights
         name = config.name or portable_name(opened.manifest.source.name)
         card = model_card(CardFacts(opened, name, rights, reports, engines, problem, variants))
-        stated = _rights_record(rights)
+        stated = rights if source_card.is_read else None
         content = _content(opened, variants, reports, stated, problem)
         (scratch / CARD).write_text(card, encoding="utf-8")
-        files, left_out = collect_files(opened, scratch / CARD, variants)
+        files, left_out = _collect_files(opened, scratch / CARD)
         publication = Publication(
             name=name,
             version=config.version,
@@ -128,54 +144,48 @@ class Package:
             content=content,
             validated=not problem,
             rights=stated,
-            engines=tuple(_published_engine(engine) for engine in opened_engines),
             files={f.name: FileRecord(sha256=f.sha256, size_bytes=f.size_bytes) for f in files},
         )
         listing = scratch / "publication.json"
         listing.write_bytes(publication.to_json())
-        files.append(package_file(LISTING, listing, "report"))
+        files.append(_package_file(LISTING, listing))
         return cls(
             artifact=opened,
-            name=name,
-            content_sha256=publication.content_sha256,
-            content=content,
+            publication=publication,
             files=tuple(sorted(files, key=lambda file: file.name)),
-            card=card,
             engines=engines,
-            metrics=metrics(reports),
-            plots=tuple(file for file in files if PurePosixPath(file.name).suffix in _PLOTS),
             problem=problem,
-            notes=(*_notes(opened, left_out), *rights.notes),
-            rights_known=stated is not None,
-            version=config.version,
+            notes=(*_notes(opened, engines, left_out), *source_card.notes),
         )
-
-    @property
-    def without_rights_sha256(self) -> str:
-        """Digest over `content` without the rights."""
-        return without_rights(self.content)
-
-    def has_content(self, content_sha256: str, without_rights_sha256: str) -> bool:
-        """Return True if a version with these digests has the same content."""
-        if content_sha256 == self.content_sha256:
-            return True
-        # The version was published where the rights could be read; here they cannot be.
-        return not self.rights_known and without_rights_sha256 == self.without_rights_sha256
 
     def matches(self, listing: Publication | None) -> bool:
         """Return True if the listing of a version has the same content."""
-        return listing is not None and self.has_content(
-            listing.content_sha256, without_rights(listing.content)
-        )
+        return listing is not None and listing.content_sha256 == self.content_sha256
 
-    def check_rights_known(self, damage: str, content_sha256: str) -> None:
-        """Raise RegistryError if a damaged version states rights that cannot be read here."""
-        if content_sha256 != self.content_sha256:
-            raise RegistryError(
-                f"{damage}. It cannot be repaired from here, because the card of the model's "
-                "source cannot be read.",
-                do="Publish it from a machine that can read the source.",
-            )
+
+def _collect_files(artifact: Artifact, card: Path) -> tuple[list[PackageFile], list[str]]:
+    """Return the package's files without its listing, and the names of files left out.
+
+    Raises:
+        ArtifactError: the card or the manifest cannot be read.
+    """
+    root, manifest = artifact.path, artifact.manifest
+    files = [_package_file(CARD, card), _package_file(MANIFEST, root / MANIFEST)]
+    files += [
+        PackageFile(name, root / name, record.sha256, record.size_bytes)
+        for name, record in {**manifest.files, **manifest.reports}.items()
+    ]
+    listed = {file.name for file in files} | {LISTING}
+    names = [path.relative_to(root).as_posix() for path in list_tree(root) if not path.is_dir()]
+    return files, sorted(name for name in names if name not in listed)
+
+
+def _package_file(name: str, path: Path) -> PackageFile:
+    """Return a file with its digest and size; raise ArtifactError if it cannot be read."""
+    try:
+        return PackageFile(name, path, sha256_of(path), path.stat().st_size)
+    except OSError as error:
+        raise ArtifactError(f"{path} cannot be read: {error.strerror}.") from error
 
 
 def _require_own_graphs(artifact: Artifact) -> None:
@@ -197,19 +207,11 @@ def resolve_rights(artifact: Artifact, config: PublishConfig) -> SourceCard:
     Returns:
         The rights; `is_read` is False if they are not known.
     """
-    rights = read_source_card(artifact.manifest.source)
-    if not rights.is_read and (published := _published_rights(artifact)):
+    card = read_source_card(artifact.manifest.source)
+    if not card.is_read and (published := _published_rights(artifact)):
         note = "licence and limitations are taken from the listing that it was pulled with"
-        notes = (*rights.notes, note)
-        rights = replace(rights, **published.model_dump(), is_read=True, notes=notes)
-    return rights.with_options(config)
-
-
-def _rights_record(rights: SourceCard) -> Rights | None:
-    """Return the rights for the listing; None if they are not known."""
-    if not rights.is_read:
-        return None
-    return Rights(**{name: getattr(rights, name) for name in Rights.model_fields})
+        card = SourceCard(published, (*card.notes, note))
+    return card.with_options(config)
 
 
 def _published_rights(artifact: Artifact) -> Rights | None:
@@ -289,28 +291,14 @@ def _sha256(value: object) -> str:
     return hashlib.sha256(json_bytes(value)).hexdigest()
 
 
-def _published_engine(engine: Engine) -> PublishedEngine:
-    record = engine.record
-    return PublishedEngine(
-        directory=f"{ENGINES}/{engine.name}",
-        flavor=record.flavor,
-        tensorrt=record.tensorrt,
-        capabilities=record.capabilities,
-        gpu=record.gpu.name,
-        hardware_compatibility=record.hardware_compatibility,
-        version_compatible=record.version_compatible,
-        profiles=record.profiles,
-        graph=record.graph,
-    )
-
-
-def _notes(artifact: Artifact, left_out: list[str]) -> list[str]:
-    notes = []
+def _notes(
+    artifact: Artifact, engines: Sequence[EngineRecord], left_out: Sequence[str]
+) -> Iterator[str]:
+    for engine in engines:
+        yield f"{engine.directory_name} is {engine.hardware_target}"
     if left_out:
         more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
-        notes.append(
-            f"left out, because the manifest does not list them: {', '.join(left_out[:3])}{more}"
-        )
+        names = ", ".join(left_out[:3])
+        yield f"left out, because the manifest does not list them: {names}{more}"
     if artifact.manifest.source.kind in ("directory", "onnx"):
-        notes.append(f"{MANIFEST} contains a path of this machine: {artifact.manifest.source.id}")
-    return notes
+        yield f"{MANIFEST} contains a path of this machine: {artifact.manifest.source.id}"

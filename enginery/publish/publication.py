@@ -9,14 +9,12 @@ card and the reports. It has no dates, so that the same package has the same lis
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import pairwise
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from enginery.core.artifact.fingerprint import combined_sha256, sha256_of
+from enginery.core.artifact.fingerprint import sha256_of
 from enginery.core.artifact.manifest import FileRecord, RelativePath
 from enginery.core.artifact.staging import CARD, LISTING
 from enginery.core.errors import ArtifactError, RegistryError
@@ -29,7 +27,7 @@ from enginery.core.json_file import (
 )
 from enginery.core.paths import resolve_inside
 
-__all__ = ["CARD", "LISTING", "Publication", "PublishedEngine", "Rights", "check_file"]
+__all__ = ["CARD", "LISTING", "Publication", "Rights", "check_file"]
 
 SCHEMA_VERSION: Literal[2] = 2
 REMEDY = "It cannot be trusted: publish it again from an undamaged artifact."
@@ -39,39 +37,22 @@ class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class PublishedEngine(_Record):
-    """An engine of the package, with the hardware and the TensorRT version that it needs."""
-
-    directory: str
-    """`engines/tensorrt-rtx-sm89-3f2a91c04be7d815`."""
-    hardware_bound: Literal[True] = True
-    flavor: str
-    """`tensorrt` or `tensorrt-rtx`."""
-    tensorrt: str
-    """TensorRT version that it needs; a later minor one also works if `version_compatible`."""
-    capabilities: tuple[str, ...]
-    """Compute capabilities, `8.9`; empty for a portable plan."""
-    gpu: str
-    """GPU on which it was built; empty if it was built without one."""
-    hardware_compatibility: str
-    version_compatible: bool
-    profiles: tuple[str, ...]
-    graph: str
-
-
 class Rights(_Record):
     """Rights of the model as on the card, taken from the source's card.
 
     If a pulled artifact is published again without its source, they are taken from here.
     """
 
-    license: str
-    license_name: str
-    license_link: str
-    base_model: str
-    language: tuple[str, ...]
-    tags: tuple[str, ...]
-    sections: tuple[tuple[str, str], ...]
+    license: str = ""
+    """Identifier of the licence on the Hub, `apache-2.0`; empty if it is not known."""
+    license_name: str = ""
+    """Name of a licence whose identifier is `other`."""
+    license_link: str = ""
+    base_model: str = ""
+    """Hub id of the model; empty if it is not on the Hub."""
+    language: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
+    sections: tuple[tuple[str, str], ...] = ()
     """Heading and text of sections on limitations, bias, intended uses and the licence."""
 
 
@@ -91,7 +72,6 @@ class Publication(_Record):
     """False if publishing needed --allow-failed."""
     rights: Rights | None = None
     """None if the source's card could not be read."""
-    engines: tuple[PublishedEngine, ...]
     files: dict[RelativePath, FileRecord]
     """All files of the package except the listing."""
 
@@ -117,7 +97,7 @@ class Publication(_Record):
             ) from error
         altered = "It was altered, or comes from another version of enginery."
         try:
-            publication = cls.model_validate_json(verify_checksum(content))
+            return cls.model_validate_json(verify_checksum(content))
         except ChecksumError as error:
             raise ArtifactError(f"{label}: {LISTING}: {error}.", do=altered) from None
         except ValidationError as error:
@@ -125,8 +105,6 @@ class Publication(_Record):
                 f"{label}: {LISTING}: {first_problem(error)} (expected version {SCHEMA_VERSION}).",
                 do=altered,
             ) from error
-        _check_names(publication, label)
-        return publication
 
     def to_json(self) -> bytes:
         """Return the content of `reports/publication.json`."""
@@ -140,11 +118,6 @@ class Publication(_Record):
         """
         for name, record in self.files.items():
             check_file(directory, name, record, label, do=do)
-
-
-def without_rights(content: Mapping[str, str]) -> str:
-    """Return the digest over the content without the rights."""
-    return combined_sha256({name: digest for name, digest in content.items() if name != "rights"})
 
 
 def check_file(
@@ -172,13 +145,3 @@ def check_file(
             f"{record.sha256[:12]}… as in {LISTING}.",
             do=do,
         )
-
-
-def _check_names(publication: Publication, label: str) -> None:
-    """Raise ArtifactError if a name is both a file and a directory."""
-    parts = sorted(PurePosixPath(name).parts for name in publication.files)
-    for path, next_path in pairwise(parts):
-        if next_path[: len(path)] == path:
-            raise ArtifactError(
-                f"{label}: {LISTING} has {'/'.join(path)} as a file and as a directory."
-            )

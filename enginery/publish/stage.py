@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from enginery.core.artifact.artifact import Artifact, staging
@@ -84,9 +85,8 @@ def run(
             progress.say(f"publish: {note}")
         published = destination.publish(package, config, progress)
     for note in published.notes:
-        if note not in package.notes:
-            progress.say(f"publish: {note}")
-    return published
+        progress.say(f"publish: {note}")
+    return replace(published, notes=(*package.notes, *published.notes))
 
 
 def _arranged(
@@ -98,7 +98,7 @@ def _arranged(
         require_validated(artifact, allow_failed=config.allow_failed)
         if engine_directories(artifact.path):
             progress.say(f"publish: left out the engines of {artifact.path}")
-    arranged = arrange(artifacts, out, pooling_in_graph=config.pooling_in_graph)
+    arranged = arrange(artifacts, out)
     if arranged.manifest.precision != "fp32":
         progress.say(
             "publish: no artifact is FP32, so there is no onnx/model.onnx, which readers open "

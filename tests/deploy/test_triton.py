@@ -253,7 +253,6 @@ def test_batching_follows_profiles_and_options(mood, models):
         queue_timeout_us=5,
         max_queue_delay_us=9,
         instances=3,
-        version=4,
         profile=("batch=1:4:16,sequence=8:32:64", "batch=1:8:8,sequence=64:96:128"),
     )
     config = read_config(models / "m")
@@ -279,7 +278,7 @@ def test_batching_follows_profiles_and_options(mood, models):
     ids = np.fromfile(models / "m/warmup" / first["input_ids"].input_data_file, np.int64)
     assert len(ids) == 32
     assert 0 <= ids.min() < ids.max() < 600
-    assert (models / "m/4/model.onnx").is_file()
+    assert (models / "m/1/model.onnx").is_file()
     assert [path.name for path in models.iterdir()] == ["m"]
 
 
@@ -310,10 +309,6 @@ def test_fixed_batch_is_not_batched_by_triton(tmp_path, models):
     config = read_config(models / "m")
     assert (config.max_batch_size, list(config.input[0].dims)) == (0, [4, 64])
     assert found.max_batch_size == 0
-    with pytest.raises(
-        OptionError, match="'preferred_batch_size' contains 2, but there are no batches"
-    ):
-        export_triton(fixed, models, name="m", provider="cpu", preferred_batch_size=(2,))
     assert any("Triton cannot batch requests" in note for note in found.notes)
 
 
@@ -648,33 +643,6 @@ def test_export_replaces_its_models_and_keeps_others(mood, models):
     assert said.startswith("removed m-graph, m-tokenizer, m-answers, which an earlier export wrote")
 
 
-def test_older_version_is_kept_and_the_newest_is_served(mood, tmp_path, models):
-    export_triton(mood, models, name="m", provider="cpu")
-    before = tree(models / "m-graph/1")
-    found = export_triton(mood, models, name="m", provider="cpu", version=2)
-    assert any("version 1 is kept beside 2" in note for note in found.notes)
-    assert tree(models / "m-graph/1") == before
-    for part in ("m", "m-graph", "m-tokenizer", "m-answers"):
-        assert (models / part / "2").is_dir()
-    with pytest.raises(OptionError, match=r"'version' is 1, but .* has version 2, which Triton"):
-        export_triton(mood, models, name="m", provider="cpu")
-    whole = tree(models)
-    again = export_triton(mood, models, name="m", provider="cpu", version=2)
-    assert (tree(models), again.notes) == (whole, found.notes)
-    (models / "m-graph/1/model.onnx").write_bytes(b"tuned")
-    with pytest.raises(ArtifactError, match=r"edited after its export: 1/model.onnx"):
-        export_triton(mood, models, name="m", provider="cpu", version=3)
-
-
-def test_version_of_another_backend_is_removed(mood, tmp_path, models):
-    export_triton(mood, models, name="m", tokenizer=False, version=2)
-    artifact = with_engines(mood, tmp_path / "built", {**CLASSIC, "profiles": PROFILES})
-    options = {"name": "m", "backend": "tensorrt", "tokenizer": False}
-    found = export_triton(artifact, models, **options)
-    assert sorted(p.name for p in (models / "m").iterdir() if p.name.isdecimal()) == ["1"]
-    assert any("removed version 2 of m: it is for another backend" in n for n in found.notes)
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="modes are of POSIX")
 def test_all_users_can_read_the_repository(exported, tmp_path, models):
     artifact = large(exported("bert", "text-classification"), tmp_path / "large")
@@ -726,33 +694,9 @@ def test_failure_while_writing_keeps_the_old_models(mood, models, monkeypatch):
 
     monkeypatch.setattr(triton_repository, "link_or_copy", full)
     with pytest.raises(ArtifactError, match="No space left on device"):
-        export_triton(mood, models, name="m", version=2)
+        export_triton(mood, models, name="m")
     assert tree(models) == before
     assert not list(models.parent.glob(".tmp-*"))
-
-
-def test_model_is_restored_after_a_failed_rename(mood, models, monkeypatch):
-    def stuck(directory, out, *, old):
-        os.replace(out, old)
-        raise OSError(5, "Input/output error", str(out))
-
-    export_triton(mood, models, name="m")
-    before = tree(models)
-    monkeypatch.setattr("enginery.deploy.triton.repository.replace_directory", stuck)
-    with pytest.raises(ArtifactError, match="Input/output error"):
-        export_triton(mood, models, name="m", version=2)
-    assert tree(models) == before
-
-
-def test_leftovers_of_this_repository_only_are_removed(mood, models):
-    names = [
-        f".tmp-{repository}-0123456789ab-triton"
-        for repository in ("models", "models-b", "models-triton", "model.")
-    ]
-    for name in names:
-        (models.parent / name / "new").mkdir(parents=True)
-    export_triton(mood, models, name="m")
-    assert sorted(path.name for path in models.parent.glob(".tmp-*")) == sorted(names[1:])
 
 
 EXPORT = """
@@ -797,18 +741,15 @@ def test_exports_with_different_stores_are_serialized(mood, models, tmp_path):
 KILLED = """
 import os, sys
 from enginery.core.artifact import staging
-artifact, models, exchanges = sys.argv[1:]
-replace, exchanged = os.replace, staging._exchange
-def killed_after(run):
-    def once(one, other):
-        found = run(one, other)
-        if "-triton" in f"{one}{other}":
-            os._exit(9)
-        return found
-    return once
-os.replace = killed_after(replace)
-staging._exchange = killed_after(exchanged) if exchanges else lambda *_: False
-from enginery.api import export_triton, quantize_model
+artifact, models = sys.argv[1:]
+exchanged = staging._exchange
+def killed_after(one, other):
+    found = exchanged(one, other)
+    if "/.tmp-models-" in f"{one}{other}":
+        os._exit(9)
+    return found
+staging._exchange = killed_after
+from enginery.api import export_triton
 export_triton(artifact, models, name="m", provider="cpu")
 """
 
@@ -817,23 +758,11 @@ export_triton(artifact, models, name="m", provider="cpu")
 def test_killed_export_keeps_every_model(mood, models):
     export_triton(mood, models, name="m", provider="cpu")
     before = tree(models)
-    with start(KILLED, mood.path, models, "exchanges") as child:
+    with start(KILLED, mood.path, models) as child:
         assert child.wait() == 9
     assert tree(models) == before
     assert list(models.parent.glob(".tmp-*"))
     export_triton(mood, models, name="m", provider="cpu")
-    assert not list(models.parent.glob(".tmp-*"))
-
-
-def test_model_moved_by_a_killed_export_is_restored(mood, models):
-    export_triton(mood, models, name="m", provider="cpu")
-    before = tree(models)
-    with start(KILLED, mood.path, models, "") as child:
-        assert child.wait() == 9
-    assert not (models / "m-graph").exists(), "it was killed between two renames"
-    export_triton(mood, models, name="n", provider="cpu", tokenizer=False)
-    shutil.rmtree(models / "n")
-    assert tree(models) == before
     assert not list(models.parent.glob(".tmp-*"))
 
 
@@ -872,13 +801,8 @@ def test_artifact_without_tokenizer_exports_only_the_graph(mood, copied, models)
     ("options", "said"),
     [
         ({"name": "../up"}, "option 'name' is '../up'"),
-        ({"version": 0}, "option 'version' is 0, expected a whole number from 1"),
+        ({"instances": 0}, "option 'instances' is 0, expected a whole number from 1"),
         ({"max_batch_size": 2**31}, "option 'max_batch_size' is 2147483648"),
-        ({"preferred_batch_size": (64,)}, "contains 64, expected 1 to 32, the max_batch_size"),
-        (
-            {"preferred_batch_size": (4, 16), "profile": ("batch=1:4:8,sequence=8",)},
-            "contains 16, but batches have at most 8 rows. Use sizes up to 8",
-        ),
         ({"backend": "tensorrt", "provider": "cpu"}, "needs a GPU"),
         (
             {"engine": "e", "provider": "cuda"},
@@ -902,10 +826,10 @@ def test_options_that_triton_rejects_are_errors(mood, models, options, said):
 
 def test_all_wrong_options_are_in_one_message(mood, models, capsys):
     with pytest.raises(OptionError) as error:
-        export_triton(mood, models, name="a b", version=0, execution_env=" /env")
+        export_triton(mood, models, name="a b", threads=-1, execution_env=" /env")
     first, *listed = str(error.value).splitlines()
     assert first == "found 3 problems:"
-    assert [line.split("'")[1] for line in listed] == ["name", "version", "execution_env"]
+    assert [line.split("'")[1] for line in listed] == ["name", "threads", "execution_env"]
     with pytest.raises(SystemExit) as ended:
         main(["export-triton", "--threads=-1"])
     assert ended.value.code == 2

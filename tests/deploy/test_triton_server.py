@@ -174,7 +174,7 @@ def preprocessed(artifact, image):
 def test_requests_of_equal_shapes_share_a_batch(server, tmp_path):
     artifact = tiny_artifact("bert", MOOD, tmp_path / "artifact")
     # The batch is run when it is full, long before the delay is over.
-    options = {"preferred_batch_size": (4,), "max_batch_size": 4, "max_queue_delay_us": 60_000_000}
+    options = {"max_batch_size": 4, "max_queue_delay_us": 60_000_000}
     load(server, artifact, "batched", queue_timeout_us=0, pad_multiple=48, **options)
     asked = [ASKED[0], ASKED[2], ASKED[1], "A cat."]
     outputs = server.infer_together("batched", [{"text": texts([text])} for text in asked])
@@ -189,13 +189,6 @@ def test_graph_is_warmed_up_at_the_optimum_of_each_profile(server, tmp_path):
     profiles = ("batch=1:4:16,sequence=8:32:64", "batch=1:8:8,sequence=64:96:128")
     load(server, artifact, "warm", tokenizer=False, threads=2, profile=profiles)
     assert server.batches("warm") == [(4, 32), (8, 96)]
-
-
-def test_newest_version_is_served(server, tmp_path):
-    artifact = tiny_artifact("bert", MOOD, tmp_path / "artifact")
-    for version in (1, 2):
-        load(server, artifact, "versions", tokenizer=False, version=version)
-        assert server.client.get_model_metadata("versions")["versions"] == [str(version)]
 
 
 def test_fixed_batch_is_not_batched_by_triton(server, tmp_path):

@@ -1,11 +1,14 @@
 """Graphs for CUDA end in the task's answer; what needs the raw outputs still gets them."""
 
+import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from enginery import load_model
+from enginery import export_model, load_model, validate_model
+from enginery.core.artifact.artifact import commit_artifact
 from enginery.optimize import stage
 from enginery.optimize.config import OptimizeConfig
 from enginery.runtime.onnxruntime.runner import OrtRunner
@@ -64,6 +67,29 @@ def test_vectors_that_are_not_normalized_come_from_the_tokens(for_cuda, exported
         raw = model.embed(TEXTS, normalize=False)
         assert set(names) == {("last_hidden_state",)}
     np.testing.assert_allclose(raw, plain, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_validation_compares_the_pooling_of_the_graph(tiny_model, home, tmp_path):
+    source = shutil.copytree(tiny_model("bert", "feature-extraction"), tmp_path / "source")
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    package = "sentence_transformers.models"
+    listed = [{"path": path, "type": f"{package}.{kind}"} for path, kind in kinds.items()]
+    (source / "modules.json").write_text(json.dumps(listed))
+    (source / "1_Pooling").mkdir()
+    (source / "1_Pooling/config.json").write_text('{"pooling_mode_cls_token": true}')
+    config = OptimizeConfig(target="cuda", precision="fp32")
+    artifact = stage.run(export_model(str(source)), config, tmp_path / "pooled")
+    report = validate_model(artifact.path, providers="cpu")
+    assert report.passed, report.summary
+    compared = {output.output for case in report.cases for output in case.outputs}
+    assert compared == {"last_hidden_state", "sentence_embedding"}
+    settings = artifact.path / "1_Pooling/config.json"
+    settings.write_text('{"pooling_mode_mean_tokens": true}')
+    commit_artifact(artifact.path, artifact.manifest)
+    report = validate_model(artifact.path, providers="cpu")
+    assert not report.passed
+    assert "sentence_embedding" in report.summary
 
 
 def test_scores_are_computed_in_the_graph(for_cuda, exported, monkeypatch):

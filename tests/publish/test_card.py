@@ -29,6 +29,7 @@ from enginery.publish.card.source import SourceCard, parse_card, read_source_car
 from enginery.publish.config import PublishConfig
 from enginery.publish.layout import arrange
 from enginery.publish.package import Package
+from enginery.publish.publication import Rights
 from enginery.reports.quantization import (
     CalibrationRecord,
     LayerCounts,
@@ -162,7 +163,7 @@ def with_files(artifact, *names):
 
 
 def facts(artifact, rights=None, engines=(), **options):
-    rights = parse_card(SOURCE_CARD, "org/name") if rights is None else rights
+    rights = parse_card(SOURCE_CARD, "org/name").rights if rights is None else rights
     return CardFacts(artifact, "minilm", rights, Reports.of(artifact), engines, **options)
 
 
@@ -180,14 +181,14 @@ def test_metadata_is_read_by_the_hub(reported):
 
 
 def test_licence_without_an_identifier_is_other_with_a_name(artifact):
-    rights = SourceCard().with_options(PublishConfig(license="Our Company's Own"))
-    data = card_metadata(facts(artifact, rights)).to_dict()
+    card = SourceCard(Rights()).with_options(PublishConfig(license="Our Company's Own"))
+    data = card_metadata(facts(artifact, card.rights)).to_dict()
     assert (data["license"], data["license_name"]) == ("other", "Our Company's Own")
     assert "base_model" not in data
 
 
 def test_unknown_licence_is_stated_and_not_guessed(artifact):
-    card = model_card(facts(artifact, SourceCard()))
+    card = model_card(facts(artifact, Rights()))
     assert ModelCard(card).data.license is None
     assert "**The licence is not known**" in card
 
@@ -216,16 +217,16 @@ def test_source_card_of_a_directory_is_read(tiny_model):
         found = read_source_card(record)
     finally:
         (directory / "README.md").unlink()
-    assert (found.license, found.limitations) == ("apache-2.0", ("Limitations", "Intended uses"))
-    assert found.base_model == "org/teacher"
+    assert (found.rights.license, found.rights.base_model) == ("apache-2.0", "org/teacher")
+    assert [heading for heading, _ in found.rights.sections] == ["Limitations", "Intended uses"]
 
 
 def test_card_of_a_package_with_weights_is_read(minilm):
     from enginery.core.model.source import resolve_source
 
-    found = read_source_card(resolve_source(minilm).record)
+    found = read_source_card(resolve_source(minilm).record).rights
     assert (found.license, found.language) == ("apache-2.0", ("en",))
-    assert found.limitations == ("Intended uses",)
+    assert [heading for heading, _ in found.sections] == ["Intended uses"]
     assert "sentence-similarity" in found.tags
 
 
@@ -234,7 +235,7 @@ def test_missing_source_is_a_note(tmp_path):
         kind="directory", id=str(tmp_path / "gone"), revision="", sha256="0", files={}
     )
     found = read_source_card(record)
-    assert found.license == ""
+    assert found.rights.license == ""
     assert "cannot be read" in found.notes[0]
 
 
@@ -253,7 +254,7 @@ def test_hub_card_is_read_at_the_commit(monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     found = read_source_card(record)
     assert asked == [("org/name", "README.md", "abc")]
-    assert (found.license, found.base_model) == ("apache-2.0", "org/name")
+    assert (found.rights.license, found.rights.base_model) == ("apache-2.0", "org/name")
 
 
 @pytest.mark.parametrize(
@@ -262,7 +263,7 @@ def test_hub_card_is_read_at_the_commit(monkeypatch, tmp_path):
 )
 def test_broken_card_has_no_licence(text):
     found = parse_card(text)
-    assert found.license == ""
+    assert found.rights.license == ""
     assert found.notes
 
 
@@ -368,7 +369,7 @@ def test_untrusted_text_is_escaped(artifact, text):
             "target": text,
         }
     )
-    rights = SourceCard(license=text, license_link=text, sections=((text, "Its own *words*."),))
+    rights = Rights(license=text, license_link=text, sections=((text, "Its own *words*."),))
     named = Artifact(artifact.path, manifest)
     card = model_card(CardFacts(named, "minilm", rights, reports, (), problem=text))
     body = ModelCard(card).text
@@ -541,14 +542,14 @@ def test_card_names_optimum_only_if_a_class_of_it_opens_the_folder(tmp_path):
     for loader, artifacts in loaders.items():
         assert [optimum_loader(made) for made in artifacts] == [loader] * len(artifacts)
         for made in artifacts:
-            card = model_card(CardFacts(made, "my-model", SourceCard(), Reports.of(made), ()))
+            card = model_card(CardFacts(made, "my-model", Rights(), Reports.of(made), ()))
             assert ("also an Optimum model directory" in card) == bool(loader)
             assert ("- optimum\n" in card) == bool(loader)
 
 
 def test_card_says_which_readers_leave_out_modules_after_the_pooling(tmp_path):
     artifact = tiny_artifact("bert", "feature-extraction", tmp_path / "my-model")
-    facts = CardFacts(artifact, "my-model", SourceCard(), Reports.of(artifact), ())
+    facts = CardFacts(artifact, "my-model", Rights(), Reports.of(artifact), ())
     assert "after the pooling" not in model_card(facts)
     add_modules(artifact.path, "Dense:activation.Tanh", "Normalize")
     card = model_card(facts)
@@ -583,7 +584,7 @@ def test_snippets_run_with_the_graphs_in_the_hubs_folder(kind, task, tmp_path, m
 
 
 def run_snippets(artifact, name, task, tmp_path, monkeypatch, capsys):
-    card = model_card(CardFacts(artifact, name, SourceCard(), Reports.of(artifact), ()))
+    card = model_card(CardFacts(artifact, name, Rights(), Reports.of(artifact), ()))
     snippets = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     ways = loading_snippets(artifact, name)
     assert [code.strip() for code in snippets] == list(ways.values())
@@ -626,7 +627,7 @@ def test_snippets_use_the_provider_of_the_validation(artifact):
 
 def test_long_section_of_the_source_card_is_shortened():
     found = parse_card("## Limitations\n" + "word\n" * 10_000)
-    (text,) = [text for _, text in found.sections]
+    (text,) = [text for _, text in found.rights.sections]
     assert len(text) <= card_source._SECTION_CHARACTERS + 50
     assert text.endswith("(Shortened.)")
 

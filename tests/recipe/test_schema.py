@@ -143,8 +143,7 @@ SAME = [
     ("predict", "{input: a.csv, out: b.csv, top_k: 2}", True),
     ("predict", "{input: 2024, out: '${OUTPUT:-b}.csv'}", True),
     ("publish", "{url: build/registry, allow_failed: yes}", True),
-    ("export-triton", "{out: build/triton, preferred_batch_size: 8}", True),
-    ("export-triton", "{out: build/triton, preferred_batch_size: [4, 8]}", True),
+    ("export-triton", "{out: build/triton, max_batch_size: 8}", True),
     ("export-kserve", "{out: out, storage_uri: 's3://a/b', provider: cpu, image: i}", True),
     ("build", "", True),
     ("quantize", "{allow_random: true}", True),
@@ -201,7 +200,7 @@ SAME = [
     ("predict", "", False),
     ("predict", "{input: a.csv}", False),
     ("publish", "{}", False),
-    ("export-triton", "{out: d, preferred_batch_size: many}", False),
+    ("export-triton", "{out: d, max_batch_size: many}", False),
     ("export-kserve", "{out: d}", False),
     ("lint", "{target: cpu}", False),
 ]

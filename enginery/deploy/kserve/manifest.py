@@ -46,12 +46,12 @@ def inference_service(name: str, model: str, memory: str, config: KserveConfig) 
     }
     if config.service_account:
         predictor["serviceAccountName"] = config.service_account
-    metadata: dict[str, Any] = {"name": name}
-    if config.namespace:
-        metadata["namespace"] = config.namespace
-    metadata["labels"] = {
-        "app.kubernetes.io/name": name,
-        "app.kubernetes.io/managed-by": "enginery",
+    metadata: dict[str, Any] = {
+        "name": name,
+        "labels": {
+            "app.kubernetes.io/name": name,
+            "app.kubernetes.io/managed-by": "enginery",
+        },
     }
     if config.runtime == "triton":
         predictor["model"] = _triton(memory, config)

@@ -7,36 +7,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from enginery.core.errors import OptionError, join_problems, nearest
+from enginery.core.errors import OptionError, join_problems
 from enginery.core.paths import is_portable_name
 from enginery.deploy.providers import TENSORRT_PROVIDERS, TRITON_LACKS_RTX, DeployProvider
 
 Runtime = Literal["enginery", "triton"]
 
-# SupportedStorageURIPrefixList in pkg/controller/v1beta1/inferenceservice/utils/utils.go of KServe
-# v0.20.0.
-SCHEMES = (
-    "gs",
-    "s3",
-    "pvc",
-    "file",
-    "https",
-    "http",
-    "hdfs",
-    "webhdfs",
-    "oci",
-    "oci+native",
-    "oci+fetch",
-    "hf",
-)
 # IsvcNameFmt in pkg/apis/serving/v1beta1/inference_service_validation.go of KServe v0.20.0. A
 # service's name in Kubernetes has at most 63 characters; KServe appends -predictor, and Knative
 # appends -00001 for a revision.
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_STORAGE_URI = re.compile(r"[a-z][a-z0-9+]*://\S+")
 MAX_CHARACTERS, MAX_CHARACTERS_KNATIVE = 53, 47
-# A label and a subdomain of RFC 1123, as Kubernetes validates them.
-_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
-_SUBDOMAIN = re.compile(rf"{_LABEL.pattern}(\.{_LABEL.pattern})*")
+# A subdomain of RFC 1123, as Kubernetes validates it.
+_LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+_SUBDOMAIN = re.compile(rf"{_LABEL}(\.{_LABEL})*")
 _CPU = re.compile(r"[0-9]+m|[0-9]+(\.[0-9]{1,3})?")
 _MEMORY = re.compile(r"(?P<number>[0-9]+(\.[0-9]+)?)(?P<unit>[kMGT]|[KMGT]i)?")
 _UNITS = {
@@ -70,8 +55,6 @@ class KserveConfig:
     model_name: str = ""
     """Name of the model in requests to enginery; empty for the name of its source. In Triton it has
     the name from export-triton."""
-    namespace: str = ""
-    """Kubernetes namespace; empty for the current one of kubectl."""
     image: str = ""
     """Container image, required for enginery, see docs/deploy. For Triton, empty for KServe's
     image, which lacks enginery for the ensemble's Python models."""
@@ -102,22 +85,10 @@ class KserveConfig:
             raise join_problems(problems)
 
     def _sources(self) -> Iterator[OptionError]:
-        scheme, separator, location = self.storage_uri.partition("://")
-        if (
-            not separator
-            or not location
-            or not self.storage_uri.isprintable()
-            or " " in self.storage_uri
-        ):
+        if not _STORAGE_URI.fullmatch(self.storage_uri) or not self.storage_uri.isprintable():
             yield OptionError(
-                f"option 'storage_uri' is {self.storage_uri!r}, expected an address.",
-                do=f"Supported: {', '.join(f'{name}://' for name in SCHEMES)}.",
-                option="storage_uri",
-            )
-        elif scheme not in SCHEMES:
-            yield OptionError(
-                f"option 'storage_uri': unknown scheme '{scheme}'{nearest(scheme, SCHEMES)}",
-                do=f"Supported: {', '.join(SCHEMES)}.",
+                f"option 'storage_uri' is {self.storage_uri!r}, expected an address that KServe "
+                "supports, such as pvc://, s3://, gs://, hf://, oci:// or https://.",
                 option="storage_uri",
             )
         if self.image != "".join(self.image.split()):
@@ -175,12 +146,6 @@ class KserveConfig:
                 f"letters, digits and '-', with a letter "
                 f"first{', for min_replicas 0' if knative else ''}.",
                 option="name",
-            )
-        if self.namespace and (not _LABEL.fullmatch(self.namespace) or len(self.namespace) > 63):
-            yield OptionError(
-                f"option 'namespace' is {self.namespace!r}, expected at most 63 lowercase letters, "
-                "digits and '-', without '-' at either end.",
-                option="namespace",
             )
         account = self.service_account
         if account and (not _SUBDOMAIN.fullmatch(account) or len(account) > 253):

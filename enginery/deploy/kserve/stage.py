@@ -31,7 +31,6 @@ from enginery.runtime.tensorrt.options import CLASSIC, RTX, get_flavor
 
 FILE = "inferenceservice.yaml"
 _GIB = 1 << 30
-_MAX_HOST_CHARACTERS = 63
 
 
 @dataclass(frozen=True)
@@ -195,11 +194,5 @@ def _notes(name: str, config: KserveConfig) -> tuple[str, ...]:
         notes.append(
             f"the name has {len(name)} characters, but Knative allows {MAX_CHARACTERS_KNATIVE}: "
             "use KServe's standard mode"
-        )
-    host = f"{name}-predictor-{config.namespace}"
-    if config.namespace and len(host) > _MAX_HOST_CHARACTERS:
-        notes.append(
-            f"KServe's default domain template gives the host {host} with {len(host)} characters, "
-            f"but DNS allows {_MAX_HOST_CHARACTERS}"
         )
     return tuple(notes)

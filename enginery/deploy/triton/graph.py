@@ -26,7 +26,7 @@ from enginery.core.shapes import (
     enclosing_profile,
 )
 from enginery.deploy.triton.engines import largest_batch, parse_profiles
-from enginery.deploy.triton.models import GraphInfo, TritonModel, graph_model, plan_file
+from enginery.deploy.triton.models import VERSION, GraphInfo, TritonModel, graph_model, plan_file
 from enginery.deploy.triton.options import TritonConfig
 from enginery.deploy.triton.tensors import batch_dim, has_batch_dim
 from enginery.deploy.triton.warmup import warmup_samples
@@ -37,7 +37,6 @@ from enginery.runtime.tensorrt.options import CLASSIC
 
 _USUAL_BATCH, _USUAL_SEQUENCE = 8, 128
 """Optimum of an engine that the server builds, if no profile is given."""
-_NO_BATCH = "the first dims of the tensors are not the same dynamic dim"
 
 
 def select_graph(artifact: Artifact, config: TritonConfig) -> GraphRecord:
@@ -64,8 +63,7 @@ def read_graph_info(
 
     Raises:
         OptionError: an option is for an engine that the server builds although the artifact has
-            one, there are several profiles for it, or a preferred batch size is larger than the
-            maximum.
+            one, or there are several profiles for it.
         ShapeError: a profile does not fit the graph, or the server builds an engine and the largest
             size of a dim is unknown.
     """
@@ -95,8 +93,10 @@ def read_graph_info(
         if max_batch_size < config.max_batch_size:
             notes.append(f"batches have at most {max_batch_size} rows, because of the profiles")
     else:
-        notes.append(f"Triton cannot batch requests: {_NO_BATCH}")
-    _check_preferred(config.preferred_batch_size, max_batch_size)
+        notes.append(
+            "Triton cannot batch requests: the first dims of the tensors are not the same dynamic "
+            "dim"
+        )
     logits = next((spec for spec in record.outputs if spec.name == "logits"), None)
     labels: list[str] = []
     task = manifest_task(artifact.manifest, record)
@@ -207,26 +207,8 @@ def build_graph_model(
         info.record, info.profiles, limits, max_batch_size=info.max_batch_size
     )
     files = _graph_files(artifact, info, config)
-    below = {f"{config.version}/{file}": path for file, path in files.items()}
+    below = {f"{VERSION}/{file}": path for file, path in files.items()}
     return graph_model(info, config, name, files=below, warmup=samples, contents=contents)
-
-
-def _check_preferred(preferred: Sequence[int], max_batch_size: int) -> None:
-    """Raise OptionError if a preferred batch size exceeds the maximum; Triton rejects the model."""
-    too_large = [size for size in preferred if size > max_batch_size]
-    if not too_large:
-        return
-    raise OptionError(
-        f"option 'preferred_batch_size' contains {too_large[0]}, but "
-        + (
-            f"batches have at most {max_batch_size} rows."
-            if max_batch_size
-            else f"there are no batches: {_NO_BATCH}."
-        ),
-        do=f"Use sizes up to {max_batch_size}, or leave it out."
-        if max_batch_size
-        else "Leave it out.",
-    )
 
 
 def _graph_files(artifact: Artifact, info: GraphInfo, config: TritonConfig) -> dict[str, Path]:

@@ -23,6 +23,9 @@ from enginery.deploy.triton.text_format import EnumValue, config_text, map_entri
 from enginery.runtime.tasks.results import output_tensors
 from enginery.runtime.tasks.task import Task
 
+VERSION = "1"
+"""Folder of a model's files. Versions of a model share one configuration in Triton, so a repository
+has one of each, and another export replaces it."""
 LABELS_FILE = "labels.txt"
 TOKENIZER, ANSWERS, GRAPH = "tokenizer", "answers", "graph"
 _NEWEST = -1
@@ -40,11 +43,6 @@ class TritonModel:
     """Path below the model's folder -> file to copy."""
     contents: Mapping[str, bytes] = field(default_factory=dict)
     """Path below the model's folder -> content to write."""
-
-    @property
-    def backend(self) -> str:
-        """Name of the backend, or `ensemble`."""
-        return str(self.fields.get("backend", "ensemble"))
 
     def config(self) -> str:
         """Return the text of `config.pbtxt`."""
@@ -102,7 +100,6 @@ def graph_model(
         "platform": "tensorrt_plan" if config.backend == "tensorrt" else "onnxruntime_onnx",
         "backend": config.backend,
         "max_batch_size": info.max_batch_size,
-        "version_policy": {"latest": {"num_versions": 1}},
         "input": [tensor_fields(spec, batched=info.batched) for spec in info.record.inputs],
         "output": [_output(spec, info) for spec in info.record.outputs],
         "instance_group": [_instances(info, config)],
@@ -171,7 +168,6 @@ def step_model(
         "name": name,
         "backend": "python",
         "max_batch_size": 0,
-        "version_policy": {"latest": {"num_versions": 1}},
         "input": inputs,
         "output": outputs,
         "instance_group": [{"count": config.tokenizer_instances, "kind": EnumValue("KIND_CPU")}],
@@ -196,7 +192,6 @@ def ensemble_model(task: Task, info: GraphInfo, name: str) -> TritonModel:
         "name": name,
         "platform": "ensemble",
         "max_batch_size": 0,
-        "version_policy": {"latest": {"num_versions": 1}},
         "input": _task_inputs(task),
         "output": _task_outputs(task),
         "ensemble_scheduling": {"step": steps},
@@ -257,11 +252,9 @@ def _instances(info: GraphInfo, config: TritonConfig) -> dict[str, Any]:
 
 
 def _dynamic_batching(info: GraphInfo, config: TritonConfig) -> dict[str, Any]:
-    preferred = list(config.preferred_batch_size)
-    if not preferred:
-        name = batch_dim(info.record)
-        optima = {p.dims[name].opt for p in info.profiles if name in p.dims}
-        preferred = sorted(size for size in optima if 1 < size <= info.max_batch_size)
+    name = batch_dim(info.record)
+    optima = {profile.dims[name].opt for profile in info.profiles if name in profile.dims}
+    preferred = sorted(size for size in optima if 1 < size <= info.max_batch_size)
     policy = {
         "timeout_action": EnumValue("REJECT"),
         "default_timeout_microseconds": config.queue_timeout_us,

@@ -38,16 +38,12 @@ class TritonConfig:
     tokenizer: bool = True
     """For text tasks, add models for preprocessing and postprocessing in the Python backend, and an
     ensemble that takes texts and returns results."""
-    version: int = 1
-    """Version of the model, a folder in Triton's repository. Older versions for the same backend
-    are kept, and Triton serves the newest."""
     profile: tuple[str, ...] = ()
     """Shapes for warm-up, for preferred batches and of an engine that the server builds, if the
     artifact's engine has no profiles: batch=1:8:32,sequence=8:64:128; repeat it for several."""
     max_batch_size: int = 32
-    """Maximum number of rows per batch; a profile may reduce it."""
-    preferred_batch_size: tuple[int, ...] = ()
-    """Batch sizes that Triton prefers, within the profiles; empty for the profiles' optima."""
+    """Maximum number of rows per batch; a profile may reduce it. Triton prefers the profiles'
+    optima."""
     max_queue_delay_us: int = 100
     """Time that a request waits for others to share its batch, in microseconds."""
     max_queue_size: int = 1024
@@ -90,7 +86,6 @@ class TritonConfig:
                 option="name",
             )
         for option, least in (
-            ("version", 1),
             ("max_batch_size", 1),
             ("max_queue_delay_us", 0),
             ("max_queue_size", 0),
@@ -106,13 +101,6 @@ class TritonConfig:
                     f"option '{option}' is {value}, expected a whole number from {least} to "
                     f"{2**31 - 1}.",
                     option=option,
-                )
-        for size in self.preferred_batch_size:
-            if not 1 <= size <= self.max_batch_size:
-                yield OptionError(
-                    f"option 'preferred_batch_size' contains {size}, expected 1 to "
-                    f"{self.max_batch_size}, the max_batch_size.",
-                    option="preferred_batch_size",
                 )
         if self.backend == "tensorrt" and self.provider == "cpu":
             yield OptionError(

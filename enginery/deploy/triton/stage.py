@@ -29,6 +29,7 @@ from enginery.deploy.triton.models import (
     ANSWERS,
     GRAPH,
     TOKENIZER,
+    VERSION,
     GraphInfo,
     TritonModel,
     ensemble_model,
@@ -83,7 +84,7 @@ def run(
         progress: receives progress messages.
 
     Raises:
-        OptionError: an option does not fit the artifact, or the repository has a newer version.
+        OptionError: an option does not fit the artifact.
         ArtifactError: a file was changed, Triton does not support a data type, there is no suitable
             engine, or a folder of the repository was not written by this command.
         RejectedArtifactError: the artifact's validation failed.
@@ -113,9 +114,7 @@ def run(
             "or pass an environment with --execution-env"
         )
     with progress.task(f"writing {name}"):
-        notes += install_models(
-            out, name, models, version=config.version, made_from=opened.content_sha256()
-        )
+        notes += install_models(out, name, models, made_from=opened.content_sha256())
     for note in notes:
         progress.say(f"export-triton: {note}")
     return TritonExport(
@@ -181,8 +180,8 @@ def _text_models(
     # Open the task as the server will, so that problems of the files are found now.
     task = open_text_task(artifact, info.record)
     names = [MANIFEST, *_processor_files(artifact)]
-    files = {f"{config.version}/{FILES}/{file}": artifact.path / file for file in names}
-    files[f"{config.version}/model.py"] = _MODEL_PY
+    files = {f"{VERSION}/{FILES}/{file}": artifact.path / file for file in names}
+    files[f"{VERSION}/model.py"] = _MODEL_PY
     steps = [
         step_model(step, task, info, config, f"{name}-{step}", files=files)
         for step in (TOKENIZER, ANSWERS)

@@ -215,5 +215,5 @@ def _check(model: ir.Model, pooling: Pooling, mask: ir.Value | None) -> None:
         return
     raise ArtifactError(
         f"the model's pooling cannot be computed in the graph: {problem}.",
-        do="Leave out --pooling-in-graph: readers then pool by the model's own settings.",
+        do="Readers then pool by the model's own settings.",
     )

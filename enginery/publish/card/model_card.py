@@ -1,6 +1,6 @@
 """The model card, `README.md` of a package: Markdown with YAML metadata.
 
->>> facts = CardFacts(artifact, "minilm", SourceCard(), Reports.of(artifact), ())
+>>> facts = CardFacts(artifact, "minilm", Rights(), Reports.of(artifact), ())
 >>> model_card(facts).splitlines()[:2]
 ['---', 'library_name: enginery']
 
@@ -25,8 +25,8 @@ from enginery.core.model.files import ModelConfig
 from enginery.core.table import NOTHING, Row, human_bytes
 from enginery.publish.card.figures import Reports, metrics
 from enginery.publish.card.snippets import CPU, loading_snippets, optimum_loader, python_text
-from enginery.publish.card.source import SourceCard
 from enginery.publish.layout import variant_name
+from enginery.publish.publication import Rights
 from enginery.reports.base import named_versions
 from enginery.reports.benchmark import gpu_names
 from enginery.reports.validation import ValidationReport
@@ -59,7 +59,7 @@ class CardFacts:
 
     artifact: Artifact
     name: str
-    rights: SourceCard
+    rights: Rights
     """Rights from the source's card or from the options."""
     reports: Reports
     engines: tuple[EngineRecord, ...]
@@ -284,7 +284,7 @@ def hide_source_path(text: str, source: SourceRecord) -> str:
 
 
 def _outputs_not_compared(artifact: Artifact, report: ValidationReport | None) -> list[str]:
-    """Return the outputs without a comparison, such as one that `publish` has added."""
+    """Return the outputs that the validation did not compare."""
     compared = {output.output for case in report.cases for output in case.outputs} if report else {}
     names = (spec.name for graph in artifact.manifest.graphs for spec in graph.outputs)
     return [name for name in dict.fromkeys(names) if compared and name not in compared]

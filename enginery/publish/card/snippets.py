@@ -14,7 +14,6 @@ from pathlib import Path, PurePosixPath
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.model.files import ModelConfig
-from enginery.core.shapes import TensorSpec
 from enginery.runtime.providers.known import short_name
 from enginery.runtime.tasks import manifest_task
 from enginery.runtime.tasks.embed import SENTENCE_OUTPUT, vector_output
@@ -24,7 +23,6 @@ from enginery.runtime.tasks.two_towers import has_two_towers
 from enginery.runtime.text.pooling import Vectors
 
 CPU = "CPUExecutionProvider"
-_PIXELS = ("float32", "float16")
 _TEXT = '"The engine is warm."'
 _IMAGE = 'Image.new("RGB", (64, 64))'
 _SAMPLES = {"image": _IMAGE, "audio": "(np.zeros(16_000, np.float32), 16_000)"}
@@ -39,11 +37,6 @@ _OPTIMUM_CLASSES = {
     "text2text-generation": "ORTModelForSeq2SeqLM",
 }
 _GENERATES = ("text-generation", "text2text-generation")
-_TOKENS = {
-    "input_ids": "encoded.ids",
-    "attention_mask": "encoded.attention_mask",
-    "token_type_ids": "encoded.type_ids",
-}
 
 
 def loading_snippets(artifact: Artifact, name: str, *, provider: str = CPU) -> dict[str, str]:
@@ -71,8 +64,6 @@ def loading_snippets(artifact: Artifact, name: str, *, provider: str = CPU) -> d
     texts = [python_text(text) for text in example_texts(artifact)]
     # With a cache, Optimum's classes are shown by its own documentation.
     optimum_class = optimum_loader(artifact) if "-with-past" not in manifest.task else ""
-    inputs = _input_expressions(artifact)
-    takes_tokens = {spec.name for spec in graph.inputs} <= _TOKENS.keys()
     template = environment.get_template("snippets.jinja")
     facts = {
         "CPU": CPU,
@@ -86,7 +77,6 @@ def loading_snippets(artifact: Artifact, name: str, *, provider: str = CPU) -> d
         "task": task,
         "images": images,
         "image": _IMAGE,
-        "text": _TEXT,
         "texts": ", ".join(texts) or _TEXT,
         "example": f"({', '.join(texts)})"
         if len(texts) > 1
@@ -95,9 +85,6 @@ def loading_snippets(artifact: Artifact, name: str, *, provider: str = CPU) -> d
         "optimum_class": optimum_class,
         "generates": manifest.task in _GENERATES,
         "has_past": _has_past(artifact),
-        "takes_tokens": takes_tokens,
-        "inputs": inputs,
-        "image_shape": _image_shape(artifact) if inputs and not takes_tokens else (),
     }
     needed = {
         "enginery": task
@@ -135,31 +122,6 @@ def optimum_loader(artifact: Artifact) -> str:
         names = {PurePosixPath(record.file).name for record in manifest.graphs}
         return loader if "decoder_model.onnx" in names else ""
     return loader
-
-
-def _input_expressions(artifact: Artifact) -> list[tuple[TensorSpec, str]]:
-    """Return the inputs of the first graph with code for their values.
-
-    The list is empty if the graph has other inputs than the tokens of a text or one image.
-    """
-    specs = artifact.manifest.graphs[0].inputs
-    if {spec.name for spec in specs} <= _TOKENS.keys():
-        has_tokenizer = "tokenizer.json" in artifact.manifest.files
-        return [(spec, f"[{_TOKENS[spec.name]}]") for spec in specs] if has_tokenizer else []
-    if [spec.name for spec in specs] == ["pixel_values"] and specs[0].dtype in _PIXELS:
-        return [(specs[0], "pixels")]
-    return []
-
-
-def _image_shape(artifact: Artifact) -> tuple[int, ...]:
-    """Return the shape of an image; for dynamic sides the size that the model was trained with."""
-    (spec, *_) = artifact.manifest.graphs[0].inputs
-    config = ModelConfig.read(artifact.path)
-    sides = config.image_size.sides(224) if config.image_size else (224, 224)
-    free = (1, config.num_channels or 3, *sides)
-    return tuple(
-        dim if isinstance(dim, int) else free[min(axis, 3)] for axis, dim in enumerate(spec.dims)
-    )
 
 
 def _has_past(artifact: Artifact) -> bool:

@@ -1,8 +1,8 @@
 r"""Read the source model's card: licence, base model, languages, limitations.
 
->>> rights = parse_card("---\nlicense: apache-2.0\n---\n## Limitations\nEnglish only.\n")
->>> rights.license, rights.limitations
-('apache-2.0', ('Limitations',))
+>>> card = parse_card("---\nlicense: apache-2.0\n---\n## Limitations\nEnglish only.\n")
+>>> card.rights.license, card.rights.sections
+('apache-2.0', (('Limitations', 'English only.'),))
 
 A card is a README.md with YAML metadata. It is read from the source; for a model of the Hub, at the
 commit that was exported. If it cannot be read, the licence is reported as unknown, never guessed.
@@ -21,8 +21,8 @@ from enginery.core.errors import SourceError
 from enginery.core.model.hub import HubUnreachableError, hub_requests
 from enginery.core.model.source import resolve_record
 from enginery.publish.config import PublishConfig
+from enginery.publish.publication import CARD, Rights
 
-CARD = "README.md"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HEADING = re.compile(r"^(#{1,6})[ \t]+(.+?)[ \t#]*$")
 _FENCE = re.compile(r"^ {0,3}(```|~~~)")
@@ -45,37 +45,23 @@ _NO_CARD = "the source has no card (README.md), so its licence is not known"
 
 @dataclass(frozen=True)
 class SourceCard:
-    """Content of a source's card that the new card repeats, or its replacement by options."""
+    """What a source's card, or the options in its place, say."""
 
-    license: str = ""
-    """Identifier of the licence on the Hub, `apache-2.0`; empty if it is not known."""
-    license_name: str = ""
-    """Name of a licence whose identifier is `other`."""
-    license_link: str = ""
-    base_model: str = ""
-    """Hub id of the model; empty if it is not on the Hub."""
-    language: tuple[str, ...] = ()
-    tags: tuple[str, ...] = ()
-    sections: tuple[tuple[str, str], ...] = ()
-    """Heading and text of sections on limitations, bias, intended uses and the licence."""
+    rights: Rights
     notes: tuple[str, ...] = ()
     """Problems while reading the card."""
     is_read: bool = True
     """False if the card could not be read, so that the licence is not known."""
 
-    @property
-    def limitations(self) -> tuple[str, ...]:
-        """Headings of the sections."""
-        return tuple(heading for heading, _ in self.sections)
-
     def with_options(self, config: PublishConfig) -> SourceCard:
         """Return a copy in which the options replace licence and base model."""
-        card = replace(self, is_read=True) if config.license or config.base_model else self
+        changes: dict[str, str] = {}
         if config.license:
-            card = replace(card, license=config.license, license_name="", license_link="")
+            changes = {"license": config.license, "license_name": "", "license_link": ""}
         if config.base_model:
-            card = replace(card, base_model=config.base_model)
-        return card
+            changes["base_model"] = config.base_model
+        rights = self.rights.model_copy(update=changes)
+        return replace(self, rights=rights, is_read=self.is_read or bool(changes))
 
 
 def read_source_card(source: SourceRecord) -> SourceCard:
@@ -84,12 +70,12 @@ def read_source_card(source: SourceRecord) -> SourceCard:
     path, problem = _find_card(source)
     if path is None:
         is_read = problem == _NO_CARD
-        return SourceCard(base_model=base_model, notes=(problem,), is_read=is_read)
+        return SourceCard(Rights(base_model=base_model), (problem,), is_read=is_read)
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         note = f"the source's card cannot be read: {error.strerror}; the licence is not known"
-        return SourceCard(base_model=base_model, notes=(note,), is_read=False)
+        return SourceCard(Rights(base_model=base_model), (note,), is_read=False)
     return parse_card(text, base_model)
 
 
@@ -117,7 +103,7 @@ def parse_card(text: str, base_model: str = "") -> SourceCard:
     if not license_id and not notes:
         notes = ("the source's card states no licence",)
     own_base = next(iter(_texts(data.get("base_model"))), "")
-    return SourceCard(
+    rights = Rights(
         license=license_id,
         license_name=_text(data.get("license_name")),
         license_link=_text(data.get("license_link")),
@@ -125,8 +111,8 @@ def parse_card(text: str, base_model: str = "") -> SourceCard:
         language=_texts(data.get("language")),
         tags=_texts(data.get("tags")),
         sections=tuple(_carried_sections(body)),
-        notes=notes,
     )
+    return SourceCard(rights, notes)
 
 
 def _find_card(source: SourceRecord) -> tuple[Path | None, str]:

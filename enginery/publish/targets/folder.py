@@ -94,7 +94,7 @@ class FolderRegistry:
                     version = config.version or _next_version(folder)
                     _write_version(package, folder / version, progress)
         url = (folder / version).resolve().as_uri()
-        return Published(url, version, is_new, package.notes)
+        return Published(url, version, is_new)
 
     @property
     def remedy(self) -> str:
@@ -164,8 +164,9 @@ def _next_version(folder: Path) -> str:
 
 def _describe_changes(existing: Publication, package: Package) -> str:
     """Return the names of the parts of the content that differ, in a phrase."""
-    names = sorted({*existing.content, *package.content})
-    changed = [n for n in names if existing.content.get(n) != package.content.get(n)]
+    content = package.publication.content
+    names = sorted({*existing.content, *content})
+    changed = [name for name in names if existing.content.get(name) != content.get(name)]
     more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
     return f"{', '.join(changed[:3])}{more} differ" if changed else "its digest differs"
 
@@ -235,27 +236,15 @@ def find_version(url: str) -> Path:
 
 
 def _version_not_found(url: str, path: Path) -> RegistryError:
-    """Return the error for a version that does not exist, with the existing ones."""
-    for folder, wanted in ((path, LATEST), (path.parent, path.name)):
-        if versions := _version_names(folder):
+    """Return the error for a version that does not exist, with the existing versions or models."""
+    for folder in (path, path.parent):
+        models = [entry.name for entry in list_directory(folder) if read_latest(entry)]
+        if names := _version_names(folder) or sorted(models):
             return RegistryError(
-                f"{folder} has no version '{wanted}'{nearest(wanted, versions)}",
-                do=f"It has {', '.join(versions)}.",
+                f"{url} is not a published model{nearest(path.name, names)}",
+                do=f"{folder} has {', '.join(names)}.",
             )
-    if models := _models(path):
-        return RegistryError(
-            f"{path} is a registry, expected the address of a model in it.",
-            do=f"Add a model to the address: {', '.join(models)}.",
-        )
-    other_models = _models(path.parent)
-    return RegistryError(
-        f"{url} is not a published model{nearest(path.name, other_models)}",
-        do=f"{path.parent} has {', '.join(other_models)}." if other_models else "",
-    )
-
-
-def _models(root: Path) -> list[str]:
-    return sorted(path.name for path in list_directory(root) if read_latest(path))
+    return RegistryError(f"{url} is not a published model.")
 
 
 def check_registry_root(root: Path) -> None:

@@ -78,7 +78,7 @@ class HubRegistry:
                 another model, or the version exists with other content.
             OptionError: alias and version have the same name.
         """
-        with _hub_errors(self.url), _no_progress_bars():
+        with _hub_calls(self.url):
             self._api.create_repo(self.repo, private=config.private, exist_ok=True)
             head = self._head(self.revision)
             # A new branch starts with the files of main, so these are checked first.
@@ -92,7 +92,6 @@ class HubRegistry:
             if head is None:
                 self._api.create_branch(self.repo, branch=self.revision, exist_ok=True)
                 head = self._head(self.revision)
-            notes = [f"{r.directory_name} is {r.hardware_target}" for r in package.engines]
             is_new = head is None or not package.matches(listing)
             if head and listing and not is_new and self._is_current(before, listing, package):
                 commit = head
@@ -102,7 +101,7 @@ class HubRegistry:
                 self._api.create_tag(self.repo, tag=config.version, revision=commit)
             self._set_alias(config.alias, commit)
         version = config.version or commit
-        return Published(f"hf://{self.repo}@{version}", version, is_new, tuple(notes))
+        return Published(f"hf://{self.repo}@{version}", version, is_new)
 
     @property
     def remedy(self) -> str:
@@ -119,7 +118,7 @@ class HubRegistry:
             RegistryError: the Hub cannot be reached, rejects the request, or has no such revision.
         """
         task = progress.task(f"downloading {self.url}")
-        with _hub_errors(self.url), _no_progress_bars(), task:
+        with _hub_calls(self.url), task:
             commit = self._api.model_info(self.repo, revision=self.revision).sha
             snapshot = self._api.snapshot_download(self.repo, revision=commit)
             # Links into the library's cache are followed, so that edits do not change the cache.
@@ -177,11 +176,7 @@ class HubRegistry:
     def _is_current(
         self, before: dict[str, tuple[str, int]], listing: Publication, package: Package
     ) -> bool:
-        """Return True if a branch with the same content needs no commit.
-
-        Raises:
-            RegistryError: a file is damaged, and the rights cannot be read here.
-        """
+        """Return True if a branch with the same content needs no commit."""
         local = {file.sha256: file.path for file in package.files}
         for name, record in listing.files.items():
             digest, size_bytes = before.get(name, ("", -1))
@@ -192,11 +187,8 @@ class HubRegistry:
             else:  # a card with other wording: git's blob id cannot be compared with a sha256
                 is_same = size_bytes == record.size_bytes
             if not is_same:
-                damage = f"{self.url}: {name} differs from {LISTING}"
-                package.check_rights_known(damage, listing.content_sha256)
                 return False
-        is_marked = listing.version == package.version
-        return not package.version or is_marked or not package.rights_known
+        return package.publication.version in ("", listing.version)
 
     def _commit(
         self,
@@ -227,7 +219,7 @@ class HubRegistry:
                 self.repo,
                 operations,
                 commit_message=f"Publish {package.name} {package.content_sha256[:12]}",
-                commit_description=_description(package),
+                commit_description="\n".join(f"{n}: {v}" for n, v in package.tags.items()),
                 revision=self.revision,
                 parent_commit=head,  # fail if another writer has committed in between
             )
@@ -281,21 +273,19 @@ def _git_blob_id(path: Path) -> str:
     return hashlib.sha1(b"blob %d\0%s" % (len(content), content), usedforsecurity=False).hexdigest()
 
 
-def _description(package: Package) -> str:
-    manifest = package.artifact.manifest
-    lines = [
-        f"content sha256 {package.content_sha256}",
-        f"{manifest.task}, {manifest.describe_precision()}",
-    ]
-    return "\n".join(
-        [*lines, *(f"{r.directory_name}: {r.hardware_target}" for r in package.engines)]
+@contextmanager
+def _hub_calls(url: str) -> Iterator[None]:
+    """Raise RegistryError, without the token, for errors of the library; hide its progress bars."""
+    from huggingface_hub.utils import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
     )
 
-
-@contextmanager
-def _hub_errors(url: str) -> Iterator[None]:
-    """Raise RegistryError, without the token, for errors of the library."""
+    shows_bars = not are_progress_bars_disabled()
     try:
+        if shows_bars:
+            disable_progress_bars()
         with hub_requests():
             yield
     except EngineryError:
@@ -303,25 +293,9 @@ def _hub_errors(url: str) -> Iterator[None]:
     except (OSError, ValueError) as error:  # all errors of the library
         # Not `from error`: the error may contain a request with the token.
         raise _to_registry_error(url, error) from None
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Hide the library's progress bars, as enginery has its own."""
-    from huggingface_hub.utils import (
-        are_progress_bars_disabled,
-        disable_progress_bars,
-        enable_progress_bars,
-    )
-
-    if are_progress_bars_disabled():
-        yield
-        return
-    disable_progress_bars()
-    try:
-        yield
     finally:
-        enable_progress_bars()
+        if shows_bars:
+            enable_progress_bars()
 
 
 def _first_line(error: Exception) -> str:
@@ -338,27 +312,21 @@ def _to_registry_error(url: str, error: Exception) -> RegistryError:
     message = _first_line(error)
     if token := get_token():
         message = message.replace(token, "***")
+    if not status:
+        return RegistryError(
+            f"the Hub cannot be reached for {url}: {message}.",
+            do="Check the network, HF_ENDPOINT and HF_HUB_OFFLINE. Uploaded files are kept.",
+        )
     login = "Set HF_TOKEN to a token with write access, or log in with: hf auth login"
-    if isinstance(error, errors.GatedRepoError):
-        return RegistryError(f"{url} is gated: its authors grant access on request.", do=login)
     if isinstance(error, errors.RevisionNotFoundError):
         return RegistryError(
             f"{url}: the revision does not exist.", do="Check the branches and tags."
         )
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return RegistryError(f"{url} does not exist, or it is private.", do=login)
-    if status in (401, 403):
-        why = "the token has no permission" if token else "there is no token"
-        return RegistryError(
-            f"the Hub denies access to {url} ({status}): {why}: {message}.", do=login
-        )
+    if isinstance(error, errors.RepositoryNotFoundError):  # or a gated one
+        return RegistryError(f"{url} does not exist, is private or gated: {message}.", do=login)
     if status == 412:
         return RegistryError(f"{url} was changed by another writer.", do="Publish again.")
-    if status == 429:
-        return RegistryError(f"the Hub's rate limit is reached: {message}.", do="Try again later.")
-    if status:
-        return RegistryError(f"the Hub answered {status} for {url}: {message}.")
+    remedies = {401: login, 403: login, 429: "Its rate limit is reached: try again later."}
     return RegistryError(
-        f"the Hub cannot be reached for {url}: {message}.",
-        do="Check the network, HF_ENDPOINT and HF_HUB_OFFLINE. Uploaded files are kept.",
+        f"the Hub answered {status} for {url}: {message}.", do=remedies.get(status, "")
     )

@@ -103,7 +103,7 @@ def test_other_inputs_outputs_and_opset_stay():
 def test_pooling_that_a_graph_cannot_have_is_an_error(model, of, said):
     with pytest.raises(ArtifactError, match=said) as refused:
         append_pooling(model, of, tokens="last_hidden_state")
-    assert "--pooling-in-graph" in str(refused.value)
+    assert "by the model's own settings" in str(refused.value)
     assert len(model.graph.outputs) == 1
 
 

@@ -249,7 +249,7 @@ def test_listing_with_an_outside_path_writes_nothing_there(artifact, registry, t
     (home / "victim").write_text("precious")
     # Where the listing's own place would be copied from, and where to.
     (registry / "victim").write_bytes((artifact.path / "model.onnx").read_bytes())
-    with pytest.raises(ArtifactError, match=r"is not a safe path|a file and as a directory"):
+    with pytest.raises(ArtifactError, match=r"is not a safe path|inside is missing"):
         pull((registry / "m/1").as_uri(), home / "build/out", PublishConfig())
     assert (home / "victim").read_text() == "precious"
     assert not (home / "build/out").exists()
@@ -268,8 +268,8 @@ def test_invalid_listing_is_an_error(artifact, registry, tmp_path):
 def test_errors_of_addresses_list_existing_models_and_versions(artifact, registry, tmp_path):
     publish(artifact, registry, version="best")
     for address, said in [
-        (registry, "expected the address of a model in it. Add a model to the address: m"),
-        (registry / "m/7", "has no version '7'. It has best."),
+        (registry, f"{registry} has m."),
+        (registry / "m/7", "has best."),
         (registry / "m/bset", "did you mean 'best'?"),
         (registry / "mm", "did you mean 'm'?"),
         (tmp_path / "nowhere", "is not a published model"),

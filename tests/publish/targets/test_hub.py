@@ -288,14 +288,14 @@ def test_files_uploaded_before_a_broken_connection_are_not_uploaded_again(hub, a
     [
         (
             (401, "", "Invalid username or password."),
-            r"denies access to hf://org/name \(401\).*HF_TOKEN",
+            r"answered 401 for hf://org/name: Invalid username.*HF_TOKEN",
         ),
         (
             (403, "", "You don't have the rights"),
-            r"\(403\): the token has no permission: .*the rights",
+            r"answered 403 for .*the rights.*HF_TOKEN",
         ),
         ((403, "", "Private repository storage limit reached"), "storage limit reached"),
-        ((429, "", "Too many requests"), "rate limit is reached"),
+        ((429, "", "Too many requests"), "answered 429.*rate limit is reached"),
         ((500, "", "Internal"), "answered 500"),
     ],
 )
@@ -323,7 +323,7 @@ def test_unreachable_hub_is_an_error(hub, artifact, monkeypatch):
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("hf://org/none", "does not exist, or it is private"),
+        ("hf://org/none", "does not exist, is private or gated"),
         (f"{URL}@v9", "revision does not exist"),
     ],
 )

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 from dataclasses import asdict, replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,7 +29,8 @@ from tests.publish.targets.servers import free_port, mlflow_server
 
 pytest.importorskip("mlflow", reason="pip install 'enginery[mlflow]'")
 
-from enginery.publish.targets.mlflow.model import CONTENT_TAG, signature
+from enginery.publish.package import CONTENT
+from enginery.publish.targets.mlflow.model import signature
 from enginery.publish.targets.mlflow.registry import (
     MlflowRegistry,
     redacted_message,
@@ -128,20 +128,16 @@ def test_redacted_message_has_no_login():
     "server",
     [
         "http://",
-        "https:///mlflow",
         "http://127.0.0.1:port",
-        "http://127.0.0.1:99999",
         "http://[::1",
         "http://ada:s3/cr3t@127.0.0.1:5000",
-        "http://a b",
         "http:",
-        "http://ada:s3cr3t@",
     ],
 )
-def test_invalid_server_address_is_an_error(server, monkeypatch):
+def test_invalid_server_address_is_an_error(artifact, server, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
-    with pytest.raises(OptionError, match=r"MLFLOW_TRACKING_URI is .*, expected https://") as told:
-        MlflowRegistry("mlflow:/name", UNVALIDATED)
+    with pytest.raises(RegistryError, match=r"cannot be reached: .* Check MLFLOW_TRACKING") as told:
+        stage.run(artifact, "mlflow:/name", UNVALIDATED)
     assert "cr3t" not in str(told.value)
 
 
@@ -167,7 +163,7 @@ def test_server_without_http_is_an_error(artifact, monkeypatch):
         thread = threading.Thread(target=greet)
         thread.start()
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{other.getsockname()[1]}")
-        with pytest.raises(RegistryError, match="did not answer with HTTP: SSH"):
+        with pytest.raises(RegistryError, match=r"cannot be reached: .*(SSH|BadStatus|aborted)"):
             stage.run(artifact, "mlflow:/name", UNVALIDATED)
         thread.join()
 
@@ -351,7 +347,8 @@ def test_loaded_model_has_the_results_of_the_artifact(server, exported, task):
     artifact = exported("bert", task)
     published = stage.run(artifact, f"mlflow:/{task}", UNVALIDATED)
     model = opened(published.url)
-    assert model.metadata.signature is not None
+    output = model.metadata.signature.outputs.to_dict()[0]
+    assert output["type"] == ("tensor" if task == "feature-extraction" else "any")
     inputs, table = {
         "question-answering": (
             [("Who built the bridge?", "Ada built the bridge in London.")],
@@ -420,7 +417,7 @@ def test_version_has_tags_and_description(server, artifact, tmp_path):
     engines = with_an_engine(artifact, tmp_path / "engines")
     published = stage.run(engines, "mlflow:/tags", UNVALIDATED)
     version = client(server).get_model_version("tags", published.version)
-    assert len(version.tags[CONTENT_TAG]) == 64
+    assert len(version.tags[CONTENT]) == 64
     assert version.tags["enginery.validated"] == "false"
     marks = [value for name, value in version.tags.items() if name.startswith("enginery.engine.")]
     assert marks == ["hardware-bound: tensorrt-rtx 1.7.1.116, compute capability 8.9"]
@@ -533,15 +530,6 @@ def test_file_changed_while_publishing_leaves_no_version(server, artifact, tmp_p
         stage.pull("mlflow:/changed", tmp_path / "none", UNVALIDATED)
 
 
-def test_temporary_folder_without_space_is_an_error(server, artifact, tmp_path, monkeypatch):
-    from enginery.publish.targets.mlflow import upload
-
-    one = altered(artifact, tmp_path / "one", '{"full": 1}')
-    monkeypatch.setattr(upload.shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
-    with pytest.raises(RegistryError, match=r"has 10 B free\. Free disk space, or set TMPDIR"):
-        stage.run(one, "mlflow:/full", UNVALIDATED)
-
-
 @pytest.mark.more
 def test_concurrent_publishes_of_this_machine_make_one_version(server, artifact, tmp_path):
     one = altered(artifact, tmp_path / "one", '{"twice": 1}')
@@ -592,7 +580,9 @@ def test_full_disk_of_a_pull_is_an_error(server, artifact, tmp_path, monkeypatch
         raise OSError(28, "No space left on device", str(target))
 
     monkeypatch.setattr(registry.shutil, "move", full)
-    with pytest.raises(RegistryError, match=r"No space left on device.*Free disk space on this"):
+    with pytest.raises(
+        RegistryError, match=r"No space left on device.*Free disk space, or set TMPDIR"
+    ):
         stage.pull(published.url, tmp_path / "out", UNVALIDATED)
     assert not (tmp_path / "out").exists()
 

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 import tracemalloc
 import urllib.request
 from dataclasses import replace
@@ -17,6 +18,7 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import ArtifactError, OptionError, RegistryError
 from enginery.publish import stage
 from enginery.publish.config import PublishConfig
+from enginery.publish.publication import Publication
 from tests.publish.products import UNVALIDATED, Heard, altered, large, with_an_engine
 from tests.publish.targets.servers import docker_registry, free_port, token_registry, wordy_registry
 
@@ -47,19 +49,19 @@ def artifact(exported) -> Artifact:
 
 
 def fetch(host: str, path: str) -> dict:
-    types = [f"application/vnd.oci.image.{kind}.v1+json" for kind in ("index", "manifest")]
-    request = urllib.request.Request(
-        f"http://{host}/v2/{path}", headers={"Accept": ", ".join(types)}
-    )
+    request = urllib.request.Request(f"http://{host}/v2/{path}", headers={"Accept": MANIFEST})
     with urllib.request.urlopen(request) as answer:
         return json.load(answer)
 
 
-def image(host: str, repository: str, tag: str) -> tuple[dict, dict, dict]:
-    """Return the index, its first manifest, and the config of the manifest."""
-    index = fetch(host, f"{repository}/manifests/{tag}")
-    manifest = fetch(host, f"{repository}/manifests/{index['manifests'][0]['digest']}")
-    return index, manifest, fetch(host, f"{repository}/blobs/{manifest['config']['digest']}")
+def layer_with(host: str, repository: str, file: str) -> dict:
+    """Return the descriptor of the layer with a file; the tag is 1."""
+    manifest = fetch(host, f"{repository}/manifests/1")
+    return next(
+        layer
+        for layer in manifest["layers"]
+        if file in json.loads(layer["annotations"]["enginery.files"])
+    )
 
 
 @pytest.mark.parametrize(
@@ -123,7 +125,7 @@ def test_version_is_a_tag_that_never_moves(registry, artifact, tmp_path):
         stage.run(other, url, replace(UNVALIDATED, version="1.0"))
     with pytest.raises(RegistryError, match=r"alias '1\.0' is the name of a version"):
         stage.run(other, url, replace(UNVALIDATED, version="2.0", alias="1.0"))
-    with pytest.raises(RegistryError, match=r":1\.0 is a version with other content"):
+    with pytest.raises(RegistryError, match=r"versions:1\.0 exists with other content"):
         stage.run(other, f"{url}:1.0", UNVALIDATED)
     with pytest.raises(OptionError, match=r"is '2\.0', which is also the tag"):
         stage.run(other, url, replace(UNVALIDATED, version="2.0", alias="2.0"))
@@ -143,16 +145,41 @@ def test_tag_can_become_a_version(registry, artifact, tmp_path):
     url = f"oci://{host}/became"
     stage.run(artifact, f"{url}:1.0", UNVALIDATED)
     assert not stage.run(artifact, url, replace(UNVALIDATED, version="1.0")).is_new
-    with pytest.raises(RegistryError, match="is a version"):
+    with pytest.raises(RegistryError, match="a version is never moved"):
         stage.run(altered(artifact, tmp_path / "other"), f"{url}:1.0", UNVALIDATED)
+
+
+def test_index_with_the_same_content_is_replaced_by_an_image(registry, artifact):
+    from enginery.publish.targets.oci.client import OciClient
+
+    host, _ = registry
+    first = stage.run(artifact, f"oci://{host}/index:1", UNVALIDATED)
+    document = fetch(host, "index/manifests/1")
+    (client, digest) = OciClient(host, "index", insecure=True), first.url.partition("@")[2]
+    content = client.manifest(digest)
+    inside = {"mediaType": MANIFEST, "digest": digest, "size": len(content)}
+    index = {
+        "schemaVersion": 2,
+        "mediaType": MANIFEST.replace("manifest", "index"),
+        "manifests": [{**inside, "platform": {"architecture": "amd64", "os": "linux"}}],
+        "annotations": document["annotations"],
+    }
+    request = urllib.request.Request(
+        f"http://{host}/v2/index/manifests/1",
+        json.dumps(index).encode(),
+        {"Content-Type": index["mediaType"]},
+        method="PUT",
+    )
+    urllib.request.urlopen(request).close()
+    again = stage.run(artifact, f"oci://{host}/index:1", UNVALIDATED)
+    assert again.url == first.url
+    assert again.notes[-1].startswith("1 pointed to sha256:")
 
 
 def test_address_without_a_tag_lists_existing_tags(registry, artifact, tmp_path):
     host, _ = registry
     stage.run(artifact, f"oci://{host}/tags:b", UNVALIDATED)
-    with pytest.raises(
-        RegistryError, match=r"has no tag, .* has no tag 'latest'\. Add one of its tags b: "
-    ):
+    with pytest.raises(RegistryError, match=r"tag or digest latest\. Name one of its tags: b\."):
         stage.pull(f"oci://{host}/tags", tmp_path / "out", UNVALIDATED)
 
 
@@ -161,10 +188,7 @@ def test_lost_layer_is_uploaded_again(registry, artifact, tmp_path):
     url = f"oci://{host}/lost:1"
     whole = altered(artifact, tmp_path / "lost", '{"lost": 1}')
     first = stage.run(whole, url, UNVALIDATED)
-    _, manifest, _ = image(host, "lost", "1")
-    layer = next(
-        x for x in manifest["layers"] if "notes.json" in x["annotations"]["enginery.files"]
-    )
+    layer = layer_with(host, "lost", "notes.json")
     request = urllib.request.Request(
         f"http://{host}/v2/lost/blobs/{layer['digest']}", method="DELETE"
     )
@@ -174,7 +198,7 @@ def test_lost_layer_is_uploaded_again(registry, artifact, tmp_path):
     heard = Heard()
     again = stage.run(whole, url, UNVALIDATED, progress=heard)
     assert (again.url, again.is_new) == (first.url, False)
-    assert any("the registry has lost config.tar" in message for message in heard.news)
+    assert any("the registry has lost files.tar" in message for message in heard.news)
     stage.pull(url, tmp_path / "out", UNVALIDATED)
 
 
@@ -190,40 +214,37 @@ def test_digest_is_the_same_in_another_registry(registry, artifact, tmp_path):
 def test_image_has_a_layer_per_group(registry, artifact, tmp_path):
     host, _ = registry
     whole = with_an_engine(large(artifact, tmp_path / "large"), tmp_path / "engines")
-    stage.run(whole, f"oci://{host}/groups:1", UNVALIDATED)
-    index, manifest, config = image(host, "groups", "1")
-    assert [m["platform"]["architecture"] for m in index["manifests"]] == ["amd64", "arm64"]
+    published = stage.run(whole, f"oci://{host}/groups:1", UNVALIDATED)
+    manifest = fetch(host, "groups/manifests/1")
+    config = fetch(host, f"groups/blobs/{manifest['config']['digest']}")
     assert config["rootfs"]["diff_ids"] == [layer["digest"] for layer in manifest["layers"]]
-    assert config["enginery"]["task"] == "feature-extraction"
+    assert json.loads(config["enginery.files"])["name"] == "bert-feature-extraction"
     titles = [
         layer["annotations"]["org.opencontainers.image.title"] for layer in manifest["layers"]
     ]
-    assert titles[:2] == ["weights.tar", "graph.tar"]
-    assert {"tokenizer.tar", "config.tar", "manifest.tar", "report.tar", "card.tar"} <= set(titles)
-    files = [json.loads(layer["annotations"]["enginery.files"]) for layer in manifest["layers"]]
-    assert "model.onnx.data" in files[0]
-    listing = whole.manifest.files
-    assert files[0]["model.onnx.data"] == listing["model.onnx.data"].sha256
+    (engine,) = (title for title in titles if title.startswith("engine-"))
+    assert titles == [engine, "graph.tar", "weights.tar", "files.tar"]
+    assert layer_with(host, "groups", "model.onnx.data") == manifest["layers"][2]
+    target = manifest["annotations"][f"enginery.engine.{engine[7:-4]}"]
+    assert "hardware-bound: tensorrt-rtx 1.7.1.116, compute capability 8.9" in target
+    assert any("hardware-bound" in note for note in published.notes)
 
 
-def test_engine_is_marked_as_bound_to_its_hardware(registry, artifact, tmp_path):
+def test_image_is_its_directory_for_other_readers(registry, artifact, tmp_path):
+    """A container runtime unpacks the layers above each other, and so does this test."""
     host, _ = registry
-    published = stage.run(
-        with_an_engine(artifact, tmp_path / "e"), f"oci://{host}/engine:1", UNVALIDATED
+    stage.run(artifact, f"oci://{host}/plain:1", UNVALIDATED)
+    for layer in fetch(host, "plain/manifests/1")["layers"]:
+        with (
+            urllib.request.urlopen(f"http://{host}/v2/plain/blobs/{layer['digest']}") as stream,
+            tarfile.open(fileobj=stream, mode="r|") as archive,
+        ):
+            archive.extractall(tmp_path / "root", filter="data")
+    listing = Publication.read(tmp_path / "root", "root")
+    listing.verify(tmp_path / "root", "root")
+    assert Artifact.open(tmp_path / "root", verify=True).content_sha256() == (
+        artifact.content_sha256()
     )
-    _, manifest, _ = image(host, "engine", "1")
-    marks = next(
-        layer["annotations"]
-        for layer in manifest["layers"]
-        if "enginery.engine.flavor" in layer["annotations"]
-    )
-    assert marks["enginery.engine.hardware_bound"] == "true"
-    assert marks["enginery.engine.capabilities"] == "8.9"
-    assert "batch=" in marks["enginery.engine.profiles"]
-    assert marks["enginery.engine.tensorrt"] == "1.7.1.116"
-    assert "hardware-bound: tensorrt-rtx 1.7.1.116, compute capability 8.9" in published.notes[0]
-    files = [json.loads(layer["annotations"]["enginery.files"]) for layer in manifest["layers"]]
-    assert any("model.onnx" in names for names in files)
 
 
 def test_layers_of_an_earlier_version_are_not_uploaded_again(registry, artifact, tmp_path):
@@ -270,16 +291,11 @@ def test_alias_points_to_the_version(registry, artifact, tmp_path):
 def test_changed_file_in_the_registry_is_an_error_with_its_name(registry, artifact, tmp_path):
     host, blobs = registry
     stage.run(altered(artifact, tmp_path / "a", '{"a": 1}'), f"oci://{host}/byte:1", UNVALIDATED)
-    _, manifest, _ = image(host, "byte", "1")
-    layer = next(
-        layer
-        for layer in manifest["layers"]
-        if "notes.json" in json.loads(layer["annotations"]["enginery.files"])
-    )
+    layer = layer_with(host, "byte", "notes.json")
     hexdigits = layer["digest"].removeprefix("sha256:")
     data = next(blobs.rglob(f"{hexdigits}/data"))
     data.write_bytes(data.read_bytes().replace(b'{"a": 1}', b'{"a": 2}'))
-    with pytest.raises(ArtifactError, match=r"notes\.json was altered, in the layer config\.tar"):
+    with pytest.raises(ArtifactError, match=r"notes\.json was altered: its sha256 is"):
         stage.pull(f"oci://{host}/byte:1", tmp_path / "out", UNVALIDATED)
     assert not (tmp_path / "out").exists()
 
@@ -287,8 +303,7 @@ def test_changed_file_in_the_registry_is_an_error_with_its_name(registry, artifa
 def test_interrupted_pull_is_resumed(registry, artifact, tmp_path, monkeypatch, home):
     host, _ = registry
     stage.run(large(artifact, tmp_path / "l"), f"oci://{host}/resume:1", UNVALIDATED)
-    _, manifest, _ = image(host, "resume", "1")
-    weights = manifest["layers"][0]
+    weights = layer_with(host, "resume", "model.onnx.data")
     hexdigits = weights["digest"].removeprefix("sha256:")
     with urllib.request.urlopen(f"http://{host}/v2/resume/blobs/{weights['digest']}") as answer:
         half = answer.read()[: weights["size"] // 2]
@@ -313,8 +328,7 @@ def test_layer_downloaded_by_a_killed_pull_is_not_requested_again(
 ):
     host, _ = registry
     stage.run(artifact, f"oci://{host}/whole:1", UNVALIDATED)
-    _, manifest, _ = image(host, "whole", "1")
-    digest = manifest["layers"][0]["digest"]
+    digest = layer_with(host, "whole", "model.onnx")["digest"]
     (home / "pulls").mkdir(exist_ok=True)
     with urllib.request.urlopen(f"http://{host}/v2/whole/blobs/{digest}") as answer:
         left = home / "pulls" / f"{digest.removeprefix('sha256:')}.tar"
@@ -407,7 +421,7 @@ def test_image_not_published_by_enginery_is_an_error(registry, artifact, tmp_pat
         "config": config.descriptor(),
         "layers": [],
     }
-    client.put_manifest("1", MANIFEST, json.dumps(document).encode())
+    client.put_manifest("1", json.dumps(document).encode())
     with pytest.raises(RegistryError, match="was not published by enginery"):
         stage.pull(f"oci://{host}/foreign:1", tmp_path / "out", UNVALIDATED)
 

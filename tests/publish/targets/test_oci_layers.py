@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import io
 import json
-import tarfile
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,49 +14,66 @@ import pytest
 from enginery.core.artifact.manifest import FileRecord
 from enginery.core.errors import ArtifactError, RegistryError
 from enginery.publish import stage
-from enginery.publish.publication import LISTING
-from enginery.publish.targets.oci.image import CONTENT, FILES, INDEX, LAYER, MANIFEST, TITLE
+from enginery.publish.package import CONTENT
+from enginery.publish.publication import LISTING, Publication
+from enginery.publish.targets.oci.image import (
+    FILES,
+    LAYER,
+    MANIFEST,
+    TAR_END,
+    TITLE,
+    digest_of,
+    tar_headers,
+    tar_padding,
+)
 from enginery.publish.targets.oci.layers import (
     PulledLayer,
-    check_layer_size,
+    check_layer,
     parse_layers,
+    read_listing,
     unpack,
-    unpack_listing,
 )
 from tests.publish.products import UNVALIDATED
 
 URL = "oci://here/m:1"
+FILE = b"abc"
 
 
-def tar(*members, kind=tarfile.REGTYPE, form=tarfile.PAX_FORMAT, pax=None) -> bytes:
-    """Return a tar with files of these names, or names and contents."""
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w", format=form) as archive:
-        for member in members:
-            name, content = member if isinstance(member, tuple) else (member, b"x")
-            info = tarfile.TarInfo(name)
-            info.type, info.size = kind, len(content)
-            info.pax_headers = pax or {}
-            if kind != tarfile.REGTYPE:
-                info.linkname, info.size = "/etc/passwd", 0
-            archive.addfile(info, io.BytesIO(content))
-    return stream.getvalue()
+def listing(files: dict[str, bytes] | None = None) -> str:
+    """Return a listing of files of these contents."""
+    records = {
+        name: FileRecord(sha256=hashlib.sha256(content).hexdigest(), size_bytes=len(content))
+        for name, content in (files or {"d/a": FILE}).items()
+    }
+    return (
+        Publication(name="m", content_sha256="0" * 64, content={}, validated=True, files=records)
+        .to_json()
+        .decode()
+    )
 
 
-def described(content: bytes, **changes) -> dict:
-    """Return the descriptor of a layer with the listing."""
-    digest = f"sha256:{hashlib.sha256(content).hexdigest()}"
-    said = {FILES: json.dumps({LISTING: "0" * 64}), TITLE: "report.tar"}
+def tar(files: dict[str, bytes]) -> bytes:
+    headers = tar_headers({name: len(content) for name, content in files.items()})
+    members = zip(headers, files.values(), strict=True)
+    return b"".join(h + c + tar_padding(len(c)) for h, c in members) + TAR_END
+
+
+def described(content: bytes, names=("d/a",), **changes) -> dict:
+    """Return the descriptor of a layer."""
     return {
         "mediaType": LAYER,
-        "digest": digest,
+        "digest": digest_of(content),
         "size": len(content),
-        "annotations": said,
+        "annotations": {FILES: json.dumps(names), TITLE: "files.tar"},
     } | changes
 
 
-def document(*layers: dict) -> dict:
-    return {"layers": list(layers), "annotations": {CONTENT: "0" * 64}}
+def document(*layers: dict, config: bytes = b"{}") -> dict:
+    return {
+        "config": {"digest": digest_of(config), "size": len(config)},
+        "layers": list(layers),
+        "annotations": {CONTENT: "0" * 64},
+    }
 
 
 @contextmanager
@@ -96,10 +110,14 @@ def lying(answers: dict[str, tuple[str, bytes]]):
         server.server_close()
 
 
-def unpacked(content: bytes, out, files):
-    path = out.with_name("layer.tar")
-    path.write_bytes(content)
-    unpack(path, out, {name: FileRecord(sha256="", size_bytes=n) for name, n in files.items()}, URL)
+def image(layer: dict, content: bytes, text: str | None = None) -> dict[str, tuple[str, bytes]]:
+    """Return the responses of a registry with an image of one layer and a listing."""
+    config = json.dumps({FILES: listing() if text is None else text}).encode()
+    return {
+        "/manifests/1": (MANIFEST, json.dumps(document(layer, config=config)).encode()),
+        digest_of(config): ("application/octet-stream", config),
+        str(layer["digest"]): ("application/octet-stream", content),
+    }
 
 
 # What the manifest says
@@ -112,13 +130,10 @@ def unpacked(content: bytes, out, files):
         {"digest": "sha256:../../backup"},
         {"digest": None},
         {"digest": f"sha256:{'A' * 64}"},
-        {"digest": f"sha256:{'0' * 64}/x"},
         {"size": -1},
         {"size": "7"},
-        {"size": None},
         {"size": True},
         {"size": 1.5},
-        {"size": []},
     ],
 )
 def test_invalid_digest_or_size_is_an_error(changes):
@@ -126,18 +141,9 @@ def test_invalid_digest_or_size_is_an_error(changes):
         parse_layers(document(described(b"x", **changes)), URL)
 
 
-def test_missing_digest_is_an_error():
-    layer = described(b"x")
-    del layer["digest"]
-    with pytest.raises(RegistryError, match="with digest None"):
-        parse_layers(document(layer), URL)
-
-
-@pytest.mark.parametrize("files", ["[not json", "[]", "7", '"x"', "[" * 100_000])
+@pytest.mark.parametrize("files", ["[not json", "{}", "7", "[7]", "[[]]", "[" * 100_000])
 def test_invalid_list_of_files_is_an_error(files):
-    with pytest.raises(
-        RegistryError, match=r"enginery\.files of the layer .* is not a JSON object"
-    ):
+    with pytest.raises(RegistryError, match=r"enginery\.files of the layer .* is not a list"):
         parse_layers(document(described(b"x", annotations={FILES: files})), URL)
 
 
@@ -147,17 +153,16 @@ def test_invalid_layers_are_not_of_enginery(layers):
         parse_layers({"layers": layers, "annotations": {CONTENT: "0"}}, URL)
 
 
-def test_image_without_listing_is_an_error():
-    with pytest.raises(RegistryError, match=r"no layer has reports/publication\.json"):
-        parse_layers(document(described(b"x", annotations={})), URL)
+@pytest.mark.parametrize("config", [b"{}", b'{"enginery.files": 7}'])
+def test_config_without_a_listing_is_not_of_enginery(config, tmp_path):
+    with pytest.raises(RegistryError, match="was not published by enginery"):
+        read_listing(config, tmp_path, URL)
 
 
-def test_layer_with_the_listing_comes_first():
-    other = described(b"y", annotations={TITLE: "weights.tar"})
-    assert [x.title for x in parse_layers(document(other, described(b"x")), URL)] == [
-        "report.tar",
-        "weights.tar",
-    ]
+@pytest.mark.parametrize("text", ["", "{}", "\ud800", listing().replace("d/a", "../a")])
+def test_invalid_listing_is_an_error(text, tmp_path):
+    with pytest.raises(ArtifactError, match=r"reports/publication\.json"):
+        read_listing(json.dumps({FILES: text}).encode(), tmp_path / "out", URL)
 
 
 # What a lying registry cannot do
@@ -168,38 +173,64 @@ def test_digest_with_a_path_reaches_no_file(tmp_path):
     victim = tmp_path / "backup.tar"
     victim.write_bytes(b"precious")
     layer = described(b"x", digest=str(tmp_path / "backup"))
-    answers = {"/manifests/1": (MANIFEST, json.dumps(document(layer)).encode())}
-    with lying(answers) as (url, asked):
+    with lying(image(layer, b"x")) as (url, asked):
         with pytest.raises(RegistryError, match="has a blob with digest"):
             stage.pull(url, tmp_path / "out", UNVALIDATED)
         assert not any("/blobs/" in path for path in asked)
     assert victim.read_bytes() == b"precious"
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("first", [{}, {"digest": "../../x", "size": 1}, "x", {"size": 1}])
-def test_index_without_a_digest_is_an_error(tmp_path, first):
+@pytest.mark.parametrize("config", [{}, {"digest": "../../x", "size": 1}, "x", {"size": 1}])
+def test_config_without_a_digest_is_an_error(tmp_path, config):
     pytest.importorskip("oras", reason="pip install 'enginery[oci]'")
-    index = {"manifests": [first], "annotations": {CONTENT: "0"}}
+    broken = document(described(b"x")) | {"config": config}
     with (
-        lying({"/manifests/1": (INDEX, json.dumps(index).encode())}) as (url, asked),
+        lying({"/manifests/1": (MANIFEST, json.dumps(broken).encode())}) as (url, asked),
         pytest.raises(RegistryError, match="has a blob with digest"),
     ):
         stage.pull(url, tmp_path / "out", UNVALIDATED)
     assert not any(".." in path for path in asked)
 
 
-def test_blob_longer_than_its_size_is_not_downloaded(tmp_path, home):
+def test_altered_config_is_an_error(tmp_path):
     pytest.importorskip("oras", reason="pip install 'enginery[oci]'")
-    content = tar("a")
-    layer = described(content, size=len(content) - 1)
-    answers = {
-        "/manifests/1": (MANIFEST, json.dumps(document(layer)).encode()),
-        layer["digest"]: ("application/octet-stream", content),
-    }
+    content = tar({"d/a": FILE})
+    answers = image(described(content), content)
+    digest = next(name for name in answers if name.startswith("sha256:"))
+    answers[digest] = ("application/octet-stream", answers[digest][1] + b" ")
     with (
         lying(answers) as (url, _),
+        pytest.raises(RegistryError, match=r"was altered: its digest is sha256:"),
+    ):
+        stage.pull(url, tmp_path / "out", UNVALIDATED)
+
+
+def test_blob_longer_than_its_size_is_not_downloaded(tmp_path, home):
+    pytest.importorskip("oras", reason="pip install 'enginery[oci]'")
+    content = tar({"d/a": FILE})
+    with (
+        lying(image(described(content), content + b"x")) as (url, _),
         pytest.raises(ArtifactError, match=r"sent more than \d+ bytes"),
+    ):
+        stage.pull(url, tmp_path / "out", UNVALIDATED)
+    assert not list((home / "pulls").iterdir())
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("files", "problem"),
+    [
+        ({"d/a": b"abd"}, "d/a was altered: its sha256 is"),
+        ({"d/b": FILE}, "the layer files.tar was altered before d/a"),
+    ],
+    ids=["content", "name"],
+)
+def test_altered_layer_is_an_error_with_its_name(tmp_path, files, problem, home):
+    pytest.importorskip("oras", reason="pip install 'enginery[oci]'")
+    content = tar(files)
+    with (
+        lying(image(described(content), content)) as (url, _),
+        pytest.raises(ArtifactError, match=problem),
     ):
         stage.pull(url, tmp_path / "out", UNVALIDATED)
     assert not list((home / "pulls").iterdir())
@@ -236,110 +267,62 @@ def test_download_stops_at_the_first_excess_byte(tmp_path, monkeypatch):
     assert not (tmp_path / "blob").exists()
 
 
-# Tars
+# Layers
 
 
-@pytest.mark.parametrize("name", ["../outside", "/absolute", "a/../../b", "."])
-def test_layer_cannot_write_outside(name, tmp_path):
-    with pytest.raises(ArtifactError, match="is not a regular file inside the package"):
-        unpacked(tar(name), tmp_path / "out", {name: 1})
-    assert not (tmp_path / "outside").exists()
-
-
-@pytest.mark.parametrize(
-    "kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE]
-)
-def test_layer_has_only_files_and_directories(kind, tmp_path):
-    with pytest.raises(ArtifactError, match="is not a regular file"):
-        unpacked(tar("a", kind=kind), tmp_path / "out", {"a": 1})
-
-
-def test_only_listed_files_are_unpacked(tmp_path):
-    content = tar("stranger", ("d/a", b"abc"), ("e/b", b""))
-    for packed in (content, gzip.compress(content)):
-        unpacked(packed, tmp_path / "out", {"d/a": 3, "e/b": 0})
-        found = {
-            p.relative_to(tmp_path / "out").as_posix(): p.read_bytes()
-            for p in (tmp_path / "out").rglob("*")
-            if p.is_file()
-        }
-        assert found == {"d/a": b"abc", "e/b": b""}
-        assert not (tmp_path / "out/stranger").exists()
-
-
-def test_file_larger_than_listed_is_not_unpacked(tmp_path):
-    with pytest.raises(ArtifactError, match=r"a has 2 bytes, expected 1"):
-        unpacked(tar(("a", b"xx")), tmp_path / "out", {"a": 1})
-    assert not (tmp_path / "out/a").exists()
-
-
-def test_gzip_bomb_is_an_error(tmp_path):
-    half = bytes(40 << 20)
-    bomb = gzip.compress(tar(("stranger", half), ("other", half), "a"))
-    assert len(bomb) < 1 << 20
-    with pytest.raises(ArtifactError, match="unpacks to more bytes than"):
-        unpacked(bomb, tmp_path / "out", {"a": 1})
-
-
-def test_huge_tar_headers_are_an_error(tmp_path):
-    bomb = gzip.compress(tar("a", pax={"comment": "x" * (8 << 20)}))
-    with pytest.raises(ArtifactError, match="unpacks to more bytes than"):
-        unpacked(bomb, tmp_path / "out", {"a": 100 << 20})
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"no tar",
-        tar(("a", bytes(4096)))[:600],
-        gzip.compress(tar(("a", bytes(4096))))[:-20],
-        gzip.compress(tar("a"))[:12] + b"\xff" * 40,
-        b"\x1f\x8b\x08",
-    ],
-    ids=["empty", "text", "short", "gzip without its end", "gzip with other bytes", "gzip alone"],
-)
-def test_broken_layer_is_an_error(content, tmp_path):
-    with pytest.raises(ArtifactError, match="is not a valid tar"):
-        unpacked(content, tmp_path / "out", {"a": 4096})
-
-
-def test_listing_is_unpacked_first(tmp_path):
+def test_only_the_files_of_a_layer_are_written(tmp_path):
+    files = {"d/a": FILE, LISTING: b"another", "e/b": b""}
+    sizes = {name: len(content) for name, content in files.items()}
     path = tmp_path / "layer.tar"
-    path.write_bytes(tar(("big", bytes(1 << 20)), (LISTING, b"{}")))
-    unpack_listing(path, tmp_path / "out", URL)
-    assert [p.name for p in (tmp_path / "out").rglob("*") if p.is_file()] == ["publication.json"]
+    path.write_bytes(tar(files))
+    layer = PulledLayer("sha256:0", path.stat().st_size, "files.tar", tuple(files))
+    check_layer(layer, sizes, tmp_path, URL)
+    unpack(path, tmp_path / "out", layer, sizes, URL)
+    written = {p for p in (tmp_path / "out").rglob("*") if p.is_file()}
+    assert {p.relative_to(tmp_path / "out").as_posix() for p in written} == {"d/a", "e/b"}
+    assert (tmp_path / "out/d/a").read_bytes() == FILE
 
 
-def test_member_of_a_petabyte_is_an_error(tmp_path):
-    """tarfile would skip it in blocks of 10 kB, at the end of the stream too."""
-    for size in (10**15, -1):
-        content = tar(("other", b"x"), pax={"size": str(size)})
-        with pytest.raises(ArtifactError, match=r"more than all files|not a valid tar"):
-            unpacked(content, tmp_path / "out", {"a": 10})
+@pytest.mark.parametrize("place", [0, 100, 600, 1100])
+def test_layer_with_other_headers_is_not_unpacked(place, tmp_path):
+    """Whatever a tar can say, such as a link, a path or a size, is in its headers."""
+    content = bytearray(tar({"d/a": FILE, "d/b": FILE}))
+    content[place if place != 1100 else 1024 + 512] ^= 1
+    path = tmp_path / "layer.tar"
+    path.write_bytes(content)
+    layer = PulledLayer("sha256:0", len(content), "files.tar", ("d/a", "d/b"))
+    with pytest.raises(ArtifactError, match=r"the layer files\.tar was altered before d/"):
+        unpack(path, tmp_path / "out", layer, {"d/a": 3, "d/b": 3}, URL)
 
 
-def test_member_larger_than_the_stream_is_an_error(tmp_path):
-    content = tar(("other", b"x"), pax={"size": str(2**26)})
-    with pytest.raises(ArtifactError, match="a layer is not a valid tar"):
-        unpacked(content, tmp_path / "out", {"a": 10})
+@pytest.mark.parametrize("content", [b"", b"no tar", tar({"d/a": bytes(4096)})[:600]])
+def test_short_layer_is_not_unpacked(content, tmp_path):
+    path = tmp_path / "layer.tar"
+    path.write_bytes(content)
+    layer = PulledLayer("sha256:0", 7, "files.tar", ("d/a",))
+    with pytest.raises(ArtifactError, match="was altered before d/a"):
+        unpack(path, tmp_path / "out", layer, {"d/a": 4096}, URL)
 
 
-def layer_of(size_bytes: int) -> PulledLayer:
-    return PulledLayer("sha256:" + "0" * 64, size_bytes, "weights", {})
+@pytest.mark.parametrize("names", [("../outside",), ("d/a", "/absolute"), (".",)])
+def test_layer_cannot_have_unlisted_files(names, tmp_path):
+    layer = PulledLayer("sha256:0", 1024, "files.tar", names)
+    with pytest.raises(RegistryError, match=r"publication\.json lacks '.*' of the layer"):
+        check_layer(layer, {"d/a": 3}, tmp_path, URL)
+
+
+def test_layer_of_another_size_is_not_downloaded(tmp_path):
+    layer = PulledLayer("sha256:0", len(tar({"d/a": FILE})) + 512, "files.tar", ("d/a",))
+    with pytest.raises(RegistryError, match=r"has 3072 bytes, expected 2560 for its files"):
+        check_layer(layer, {"d/a": 3}, tmp_path, URL)
 
 
 def test_layer_larger_than_the_disk_is_not_downloaded(tmp_path):
+    sizes = {"a": 10**15}
+    (header,) = tar_headers(sizes)
+    size = len(header) + 10**15 + len(tar_padding(10**15)) + len(TAR_END)
     with pytest.raises(RegistryError, match=r"the layer weights has .* and .* free"):
-        check_layer_size(layer_of(10**15), None, tmp_path, "m")
-
-
-def test_layer_larger_than_the_listed_files_is_not_downloaded(tmp_path):
-    files = {"a": FileRecord(sha256="", size_bytes=10)}
-    listing = SimpleNamespace(files=files)
-    check_layer_size(layer_of(10), listing, tmp_path, "m")
-    with pytest.raises(RegistryError, match="more than all files in"):
-        check_layer_size(layer_of(1 << 27), listing, tmp_path, "m")
+        check_layer(PulledLayer("sha256:0", size, "weights", ("a",)), sizes, tmp_path, "m")
 
 
 def test_slow_registry_has_a_limit_of_time(tmp_path, monkeypatch):

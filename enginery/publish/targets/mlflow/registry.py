@@ -12,20 +12,17 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import http.client
 import importlib.util
 import os
 import re
 import shutil
 import tempfile
-import urllib.error
-import urllib.request
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from enginery.core.errors import OptionError, RegistryError
 from enginery.core.extras import require_packages
@@ -34,8 +31,8 @@ from enginery.core.paths import is_portable_name
 from enginery.core.progress import Progress
 from enginery.publish.config import LATEST, PublishConfig
 from enginery.publish.destination import Published
-from enginery.publish.package import Package
-from enginery.publish.targets.mlflow.model import ARTIFACT, CONTENT_TAG, WITHOUT_RIGHTS_TAG
+from enginery.publish.package import CONTENT, Package
+from enginery.publish.targets.mlflow.model import ARTIFACT
 from enginery.publish.targets.mlflow.upload import ignore_existing, upload_version
 
 _ADDRESS = re.compile(
@@ -84,7 +81,7 @@ class MlflowRegistry:
                 do="Set it to the address of a server, such as http://127.0.0.1:5000.",
             )
         self.server = str(mlflow.get_tracking_uri())
-        check_server_url(self.server)
+        check_database(self.server)
 
     def publish(self, package: Package, config: PublishConfig, progress: Progress) -> Published:
         """Create the next version, unless a version has the same content.
@@ -120,8 +117,7 @@ class MlflowRegistry:
             version = existing or upload_version(client, package, self.name, progress)
             if config.alias:
                 client.set_registered_model_alias(self.name, config.alias, version)
-        notes = tuple(f"{r.directory_name} is {r.hardware_target}" for r in package.engines)
-        return Published(f"mlflow:/{self.name}/{version}", version, is_new, notes)
+        return Published(f"mlflow:/{self.name}/{version}", version, is_new)
 
     @property
     def remedy(self) -> str:
@@ -161,29 +157,21 @@ class MlflowRegistry:
         return MlflowClient(self.server)
 
     def _ping(self) -> None:
-        """Raise RegistryError if the server is down; MLflow itself would retry for two minutes."""
-        if not self.server.startswith(("http://", "https://")):
+        """Raise RegistryError if the server is down; MLflow itself would retry for minutes."""
+        if not self.server.lower().startswith(("http:", "https:")):
             return
-        server = without_password(self.server)
+        import requests  # MLflow's own client
+
         try:
-            address = f"{server.rstrip('/')}/health"
-            urllib.request.urlopen(address, timeout=_PING_SECONDS).close()  # noqa: S310 - http(s)
-        except urllib.error.HTTPError:
+            requests.get(f"{self.server.rstrip('/')}/health", timeout=_PING_SECONDS)
+        except requests.exceptions.SSLError:  # MLflow has options for certificates
             return
-        except urllib.error.URLError as error:
-            if isinstance(error.reason, OSError) and "CERTIFICATE" not in str(error.reason):
-                raise RegistryError(
-                    f"the MLflow server {server} cannot be reached: {error.reason}.",
-                    do="Check MLFLOW_TRACKING_URI and the network.",
-                ) from error
-        except (http.client.HTTPException, ValueError) as error:  # another protocol
+        except requests.RequestException as error:
             raise RegistryError(
-                f"the MLflow server {server} did not answer with HTTP: {error}.", do=_CHECK_SERVER
-            ) from error
-        except TimeoutError as error:
-            raise RegistryError(
-                f"the MLflow server {server} did not answer within {_PING_SECONDS} seconds.",
-                do="Check MLFLOW_TRACKING_URI and the network.",
+                f"the MLflow server {without_password(self.server)} cannot be reached: "
+                f"{redacted_message(error, self.server)}.",
+                do="Check MLFLOW_TRACKING_URI, https://mlflow.example.com, and the network. In a "
+                "user name or password, write %2F for / and %40 for @.",
             ) from error
 
     @contextmanager
@@ -199,7 +187,9 @@ class MlflowRegistry:
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             raise RegistryError(
                 f"{self.url}: {redacted_message(error, self.server)}.",
-                do="Free disk space on this machine." if is_full else _CHECK_SERVER,
+                do="Free disk space, or set TMPDIR to a directory on another disk."
+                if is_full
+                else _CHECK_SERVER,
             ) from error
 
     def _to_registry_error(self, error: Any) -> RegistryError:
@@ -226,9 +216,7 @@ class MlflowRegistry:
         numbers = [
             int(version.version)
             for version in self._versions(client)
-            if package.has_content(
-                version.tags.get(CONTENT_TAG, ""), version.tags.get(WITHOUT_RIGHTS_TAG, "")
-            )
+            if version.tags.get(CONTENT) == package.content_sha256
         ]
         return str(max(numbers)) if numbers else ""
 
@@ -253,8 +241,8 @@ class MlflowRegistry:
         return str(max(numbers))
 
 
-def check_server_url(server: str) -> None:
-    """Raise OptionError, without the password, if an address is malformed or a database."""
+def check_database(server: str) -> None:
+    """Raise OptionError if the address is a database that the installed MLflow cannot open."""
     scheme = server.lower().partition(":")[0].partition("+")[0]
     if scheme in _DATABASES and importlib.util.find_spec("sqlalchemy") is None:
         raise OptionError(
@@ -262,19 +250,6 @@ def check_server_url(server: str) -> None:
             "is installed, which opens none.",
             do="Install the whole package, pip install mlflow, or start its server on the database "
             "and name the server: mlflow server --backend-store-uri URI --port 5000",
-        )
-    if not server.lower().startswith(("http:", "https:")):
-        return
-    try:
-        parts = urlsplit(server)
-        is_valid = bool(parts.hostname) and (parts.port is None or parts.port > 0)
-    except ValueError:  # the port is not a number, or a bracket is not closed
-        is_valid = False
-    if not is_valid or re.search(r"[\s\0]", server):
-        raise OptionError(
-            f"MLFLOW_TRACKING_URI is {without_password(server)!r}, expected "
-            "https://mlflow.example.com, or with a port: http://127.0.0.1:5000.",
-            do="In a user name or password, write %2F for / and %40 for @.",
         )
 
 

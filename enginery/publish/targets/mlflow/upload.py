@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from enginery.core.artifact.fingerprint import runtime_version, sha256_of
-from enginery.core.errors import ArtifactError, RegistryError
+from enginery.core.errors import ArtifactError
 from enginery.core.progress import Progress
-from enginery.core.table import human_bytes
 from enginery.core.temporary import temporary_directory
 from enginery.core.version import __version__
+from enginery.publish.card.figures import Reports, metrics
 from enginery.publish.package import Package
 from enginery.publish.pyfunc import PyfuncConfig
 from enginery.publish.targets.mlflow.model import ARTIFACT, signature, stage_params, tags
@@ -37,7 +37,6 @@ def upload_version(client: Any, package: Package, name: str, progress: Progress)
         progress: receives progress messages.
 
     Raises:
-        RegistryError: the temporary folder is too small for MLflow's copy of the package.
         ArtifactError: a file was changed while it was published; the message names it.
     """
     import mlflow
@@ -49,13 +48,13 @@ def upload_version(client: Any, package: Package, name: str, progress: Progress)
             experiment_id=_experiment(client),
             run_name=f"publish {name}",
             nested=True,  # the caller may have an active run
-            tags=tags(package),
         ) as run,
     ):
         mlflow.log_params(stage_params(package.artifact.manifest))
-        mlflow.log_metrics(package.metrics)
-        for plot in package.plots:
-            mlflow.log_artifact(str(plot.path), "plots")
+        mlflow.log_metrics(metrics(Reports.of(package.artifact)))
+        for file in package.files:
+            if file.path.suffix in (".svg", ".png"):
+                mlflow.log_artifact(str(file.path), "plots")
         with temporary_directory("mlflow") as scratch, _no_warnings():
             model_id = _log_model(package, name, scratch)
         version = client.create_model_version(
@@ -78,19 +77,10 @@ def _log_model(package: Package, name: str, scratch: Path) -> str:
         scratch: an empty directory. MLflow copies the package beside it, before it sends it.
 
     Raises:
-        RegistryError: the temporary folder is too small for the copy.
         ArtifactError: a file was changed meanwhile; the message names it.
     """
     from mlflow import pyfunc
 
-    size_bytes = sum(file.size_bytes for file in package.files)
-    free_bytes = shutil.disk_usage(scratch).free
-    if size_bytes > free_bytes:
-        raise RegistryError(
-            f"MLflow copies {package.name} before it sends it: that needs "
-            f"{human_bytes(size_bytes)}, and {scratch.parent} has {human_bytes(free_bytes)} free.",
-            do="Free disk space, or set TMPDIR to a directory on another disk.",
-        )
     # The card and the listing are not in the artifact's directory. MLflow follows links.
     artifact = scratch / Path(ARTIFACT).name
     for file in package.files:
@@ -111,7 +101,6 @@ def _log_model(package: Package, name: str, scratch: Path) -> str:
         ],
         # MLflow takes only options that are named here.
         model_config=asdict(PyfuncConfig(allow_failed=bool(package.problem))),
-        metadata=tags(package),
         tags=tags(package),
         model_type=package.artifact.manifest.task,
     )
@@ -147,11 +136,9 @@ def _experiment(client: Any) -> str:
 
 def _description(package: Package) -> str:
     """Return a short description; the card is in the model, as data/artifact/README.md."""
-    manifest = package.artifact.manifest
     checked = f"Not validated: {package.problem}." if package.problem else "Validated."
     lines = [
-        f"{manifest.source.id}: {manifest.task}, {manifest.describe_precision()}, "
-        f"for {manifest.target}. {checked} The card is {ARTIFACT}/README.md.",
+        f"{package.description}. {checked} The card is {ARTIFACT}/README.md.",
         *(f"- `engines/{r.directory_name}` is {r.hardware_target}" for r in package.engines),
     ]
     return "\n".join(lines)[:4000]

@@ -1,21 +1,15 @@
 """Upload and download blobs and manifests of a repository in an OCI registry.
 
 oras handles the login (Docker's, with its credential helpers), the tokens and the session. The
-requests are made here, because those of oras 0.2 have these limits:
-
-- `Registry.push` creates a manifest of single files or gzipped directories, but not an index for
-  two architectures; `upload_manifest` does not accept an index either.
-- `put_upload` reads a whole blob into memory. `chunked_upload` needs a file, and some registries
-  reject chunks: Google's Artifact Registry all of them, Amazon's ECR the last, empty one.
-- `Registry.pull` and `download_blob` check neither digest nor size, and do not resume.
-- `do_request`, which all of these call, has no timeout, and retries for two minutes after any
-  error, even a wrong password.
+requests are made here, because `Registry.do_request` of oras 0.2, which all its calls use, has no
+timeout and retries for two minutes after any error, even a wrong password. Besides, `put_upload`
+reads a whole blob into memory, `chunked_upload` needs a file and sends chunks, which Google's
+Artifact Registry rejects, and `download_blob` checks neither digest nor size and does not resume.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import io
 import math
 import re
@@ -31,7 +25,7 @@ from oras.container import Container
 from oras.provider import Registry
 
 from enginery.core.errors import ArtifactError, RegistryError, printable
-from enginery.publish.targets.oci.image import INDEX, MANIFEST, Blob, ImageLayer
+from enginery.publish.targets.oci.image import MANIFEST, Blob, ImageLayer, digest_of
 
 MAX_RESPONSE_BYTES = 4 * 2**20
 """Maximum size of any response except a blob. The distribution specification requires registries to
@@ -44,6 +38,8 @@ _PIECE = 1 << 20
 _MESSAGE_CHARACTERS = 300
 _BUSY = (429, 500, 502, 503, 504)
 _DOCKER_HUB = ("docker.io", "index.docker.io", "registry-1.docker.io")
+_INDEX = "application/vnd.oci.image.index.v1+json"
+"""Images of several platforms, which enginery does not make, may be under a tag."""
 _DOCKER_HUB_API, _DOCKER_HUB_LOGIN = "registry-1.docker.io", "https://index.docker.io/v1/"
 
 
@@ -79,35 +75,31 @@ class OciClient:
         except AttributeError:  # oras raises it for basic authentication without a user
             raise self._access_denied(401, "there are no credentials for it") from None
 
-    def manifest(self, reference: str) -> tuple[bytes, str, str]:
-        """Return the bytes, media type and digest of a manifest or an index, by tag or digest.
+    def manifest(self, reference: str) -> bytes | None:
+        """Return a manifest by tag or digest; None if it does not exist.
 
         Raises:
-            RegistryError: it does not exist, or it does not match the digest.
+            RegistryError: it does not match the digest.
         """
-        response = self._call("GET", f"manifests/{reference}")
-        if response.status_code == 404:
-            raise RegistryError(
-                f"the registry {self.host} has no {self.repository} with the tag or digest "
-                f"{reference}.",
-                do="Check the spelling and the list of tags.",
-            )
-        self._check(response)
-        digest = f"sha256:{hashlib.sha256(response.content).hexdigest()}"
-        if reference.startswith("sha256:") and reference != digest:
-            raise RegistryError(
-                f"{self.host}/{self.repository}@{reference} was altered: its sha256 is "
-                f"{digest.removeprefix('sha256:')}."
-            )
-        return response.content, response.headers.get("Content-Type", "").partition(";")[0], digest
+        return self._document("manifests", reference)
 
-    def has_manifest(self, reference: str) -> bool:
-        """Return True if a manifest or an index with this tag or digest exists."""
-        return self._has(f"manifests/{reference}")
+    def config(self, digest: str) -> bytes:
+        """Return an image's config; raise RegistryError if it is missing or was altered."""
+        content = self._document("blobs", digest)
+        if content is None:
+            raise RegistryError(
+                f"the registry {self.host} has lost {self.repository}@{digest}.",
+                do="Publish the artifact again.",
+            )
+        return content
 
     def has_blob(self, digest: str) -> bool:
         """Return True if the repository has this blob."""
-        return self._has(f"blobs/{digest}")
+        response = self._call("HEAD", f"blobs/{digest}")
+        if response.status_code == 404:
+            return False
+        self._check(response)
+        return True
 
     def upload(self, blob: Blob | ImageLayer) -> None:
         """Upload a blob as a stream; start again if the connection breaks.
@@ -127,10 +119,10 @@ class OciClient:
 
         self._check(self._with_retries(send))
 
-    def put_manifest(self, reference: str, media_type: str, content: bytes) -> None:
-        """Upload a manifest or an index under a tag or its digest, after the blobs it refers to."""
-        headers = {"Content-Type": media_type}
-        self._check(self._call("PUT", f"manifests/{reference}", data=content, headers=headers))
+    def put_manifest(self, tag: str, content: bytes) -> None:
+        """Upload a manifest under a tag, after the blobs it refers to."""
+        headers = {"Content-Type": MANIFEST}
+        self._check(self._call("PUT", f"manifests/{tag}", data=content, headers=headers))
 
     def tags(self) -> list[str]:
         """Return at most a hundred tags of the repository; none if the registry cannot list."""
@@ -173,7 +165,8 @@ class OciClient:
                             if remaining < 0:
                                 break
                             stream.write(piece)
-                            self._require_time(deadline, size_bytes)
+                            if time.monotonic() > deadline:
+                                raise self._too_slow(size_bytes)
                     if remaining < 0:
                         path.unlink(missing_ok=True)
                         raise ArtifactError(
@@ -184,14 +177,13 @@ class OciClient:
 
         self._check(self._with_retries(receive))
 
-    def _require_time(self, deadline: float, size_bytes: int) -> None:
-        if time.monotonic() > deadline:
-            raise RegistryError(
-                f"the registry {self.host} is too slow: a blob of {size_bytes} bytes was not "
-                "complete when the time for the pull was over.",
-                do="Run the same command again: it resumes. ENGINERY_TIME_LIMIT_SECONDS sets the "
-                "time (0 is no limit).",
-            )
+    def _too_slow(self, size_bytes: int) -> RegistryError:
+        return RegistryError(
+            f"the registry {self.host} is too slow: a blob of {size_bytes} bytes was not complete "
+            "when the time for the pull was over.",
+            do="Run the same command again: it resumes. ENGINERY_TIME_LIMIT_SECONDS sets the time "
+            "(0 is no limit).",
+        )
 
     def _challenge(self) -> str:
         """Return the registry's `Www-Authenticate` header; empty if it requires no login."""
@@ -211,15 +203,21 @@ class OciClient:
             do="Check the address: oci://registry/name:tag.",
         )
 
-    def _has(self, path: str) -> bool:
-        response = self._call("HEAD", path)
+    def _document(self, kind: str, reference: str) -> bytes | None:
+        """Return a manifest or a blob of at most 4 MiB; None if it does not exist."""
+        response = self._call("GET", f"{kind}/{reference}")
         if response.status_code == 404:
-            return False
+            return None
         self._check(response)
-        return True
+        digest = digest_of(response.content)
+        if reference.startswith("sha256:") and reference != digest:
+            raise RegistryError(
+                f"{self.host}/{self.repository}@{reference} was altered: its digest is {digest}."
+            )
+        return bytes(response.content)
 
     def _call(self, method: str, path: str, **options: Any) -> Any:
-        headers = {"Accept": f"{INDEX}, {MANIFEST}", **options.pop("headers", {})}
+        headers = {"Accept": f"{MANIFEST}, {_INDEX}", **options.pop("headers", {})}
         url = f"{self._base}/{path}"
         return self._with_retries(lambda: self._request(method, url, headers=headers, **options))
 

@@ -1,8 +1,8 @@
-"""Build an OCI image from a package: layers, configs, manifests. It has files, but no program.
+"""Build an OCI image from a package: layers, config, manifest. It has files, but no program.
 
-Each group of files is a layer: `weights.tar`, `graph.tar`, `tokenizer.tar`, `config.tar`,
-`report.tar`, `manifest.tar`, `card.tar`. The image's root is the artifact's directory. The same
-package has the same bytes and digests on every machine.
+The weights, the graphs and each engine are layers, and all small files are one: `weights.tar`,
+`graph.tar`, `engine-<name>.tar`, `files.tar`. The image's root is the artifact's directory. The
+same package has the same bytes and digests on every machine.
 
 It is an image, not an OCI artifact of single files: container runtimes mount images as Kubernetes
 image volumes, but containerd does not mount such artifacts. So the manifest has no `artifactType`.
@@ -19,43 +19,46 @@ from __future__ import annotations
 import hashlib
 import json
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
+from enginery.core.artifact.engine_record import ENGINES
 from enginery.core.errors import ArtifactError
 from enginery.publish.package import Package, PackageFile
+from enginery.publish.publication import LISTING
 
-INDEX = "application/vnd.oci.image.index.v1+json"
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
-_CONFIG = "application/vnd.oci.image.config.v1+json"
+CONFIG = "application/vnd.oci.image.config.v1+json"
 LAYER = "application/vnd.oci.image.layer.v1.tar"
-CONTENT = "enginery.content_sha256"
 FILES = "enginery.files"
-WITHOUT_RIGHTS = "enginery.without_rights_sha256"
+"""Annotation of a layer with the names of its files, and field of the config with the listing."""
 TITLE = "org.opencontainers.image.title"
 VERSION = "org.opencontainers.image.version"
 """Annotation with the value of --version; a tag of this name is never moved."""
-ARCHITECTURES = ("amd64", "arm64")
-"""A runtime accepts only images of its architecture; both images have the same layers."""
 
-# Groups that change least come first.
-_ORDER = ("weights", "graph", "tokenizer", "config", "engine", "report", "manifest", "card")
+TAR_END = bytes(1024)
 _BLOCK = 512  # of tar
 _PIECE = 1 << 20
+_SMALL, _SMALL_BYTES = "files", 1 << 20
+
+
+def digest_of(content: bytes) -> str:
+    """Return `sha256:` and the sha256 of a blob or a manifest in hex digits."""
+    return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
 @dataclass(frozen=True)
 class Blob:
-    """A config, a manifest or an index of an image; iterable as the body of a request."""
+    """A config or a manifest; iterable as the body of a request."""
 
     media_type: str
     content: bytes
 
     @property
     def digest(self) -> str:
-        return f"sha256:{hashlib.sha256(self.content).hexdigest()}"
+        return digest_of(self.content)
 
     def __len__(self) -> int:
         return len(self.content)
@@ -64,23 +67,19 @@ class Blob:
         yield self.content
 
     def descriptor(self) -> dict[str, Any]:
-        """Return the descriptor for a manifest or an index."""
-        return {"mediaType": self.media_type, "digest": self.digest, "size": len(self.content)}
+        """Return the descriptor for a manifest."""
+        return {"mediaType": self.media_type, "digest": self.digest, "size": len(self)}
 
 
 @dataclass(frozen=True)
 class ImageLayer:
     """A group of files as a tar, which is generated while a request sends it."""
 
-    group: str
+    title: str
     files: tuple[PackageFile, ...]
+    """The files, sorted by name."""
     digest: str
     size_bytes: int
-    annotations: dict[str, str]
-
-    @property
-    def title(self) -> str:
-        return self.annotations[TITLE]
 
     def __len__(self) -> int:
         return self.size_bytes
@@ -91,11 +90,12 @@ class ImageLayer:
 
     def descriptor(self) -> dict[str, Any]:
         """Return the descriptor for a manifest."""
+        names = json.dumps([file.name for file in self.files])
         return {
             "mediaType": LAYER,
             "digest": self.digest,
             "size": self.size_bytes,
-            "annotations": self.annotations,
+            "annotations": {TITLE: self.title, FILES: names},
         }
 
 
@@ -104,10 +104,8 @@ class Image:
     """All parts of an image, in the order in which a registry needs them."""
 
     layers: tuple[ImageLayer, ...]
-    configs: tuple[Blob, ...]
-    manifests: tuple[Blob, ...]
-    index: Blob
-    """Index with one manifest per architecture; tags point to it."""
+    config: Blob
+    manifest: Blob
 
 
 def build_image(package: Package) -> Image:
@@ -118,76 +116,85 @@ def build_image(package: Package) -> Image:
     """
     groups: dict[str, list[PackageFile]] = {}
     for file in sorted(package.files, key=lambda file: file.name):
-        groups.setdefault(file.group, []).append(file)
-    layers = tuple(
-        _layer(group, tuple(groups[group]), package) for group in sorted(groups, key=_rank)
-    )
+        groups.setdefault(_group(file), []).append(file)
+    # The small files change most, and runtimes unpack all layers after a changed one again.
+    titles = sorted(groups, key=lambda group: (group == _SMALL, group))
+    layers = tuple(_layer(f"{title}.tar", tuple(groups[title])) for title in titles)
     annotations = _annotations(package)
-    configs = tuple(_config(package, layers, architecture) for architecture in ARCHITECTURES)
-    manifests = tuple(
-        _json_blob(
-            MANIFEST,
-            {
-                "schemaVersion": 2,
-                "mediaType": MANIFEST,
-                "config": config.descriptor(),
-                "layers": [layer.descriptor() for layer in layers],
-                "annotations": annotations,
-            },
-        )
-        for config in configs
+    listing = next(file.path for file in package.files if file.name == LISTING)
+    config = _json_blob(
+        CONFIG,
+        {
+            # One image for all: runtimes compare an image's architecture with theirs when they
+            # choose from an index (containerd's images.Manifest), and otherwise only report it.
+            "architecture": "amd64",
+            "os": "linux",
+            "config": {"Labels": annotations},
+            # Without gzip, the digest of a layer is the digest of its content.
+            "rootfs": {"type": "layers", "diff_ids": [layer.digest for layer in layers]},
+            "history": [{"created_by": f"enginery publish: {layer.title}"} for layer in layers],
+            # "Any extra fields … are considered implementation specific", image-spec, config.md.
+            FILES: listing.read_text(encoding="utf-8"),
+        },
     )
-    index = {
+    manifest = {
         "schemaVersion": 2,
-        "mediaType": INDEX,
-        "manifests": [
-            {**manifest.descriptor(), "platform": {"architecture": architecture, "os": "linux"}}
-            for manifest, architecture in zip(manifests, ARCHITECTURES, strict=True)
-        ],
+        "mediaType": MANIFEST,
+        "config": config.descriptor(),
+        "layers": [layer.descriptor() for layer in layers],
         "annotations": annotations,
     }
-    return Image(layers, configs, manifests, _json_blob(INDEX, index))
+    return Image(layers, config, _json_blob(MANIFEST, manifest))
 
 
-def _rank(group: str) -> tuple[int, str]:
-    kind = group.partition(":")[0]
-    return (_ORDER.index(kind) if kind in _ORDER else len(_ORDER), group)
+def _group(file: PackageFile) -> str:
+    """Return the layer of a file, so that layers are shared between versions."""
+    parts = PurePosixPath(file.name).parts
+    if parts[0] == ENGINES and len(parts) > 2:
+        return f"engine-{parts[1]}"
+    if file.name.endswith(".onnx"):
+        return "graph"
+    return "weights" if file.size_bytes > _SMALL_BYTES else _SMALL
 
 
-def _layer(group: str, files: tuple[PackageFile, ...], package: Package) -> ImageLayer:
+def _layer(title: str, files: tuple[PackageFile, ...]) -> ImageLayer:
     digest, size_bytes = hashlib.sha256(), 0
     for piece in _tar(files):
         digest.update(piece)
         size_bytes += len(piece)
-    annotations = {
-        TITLE: f"{group.replace(':', '-')}.tar",
-        FILES: json.dumps({file.name: file.sha256 for file in files}, sort_keys=True),
-    }
-    record = next((r for r in package.engines if group == f"engine:{r.directory_name}"), None)
-    if record:
-        annotations |= {
-            "enginery.engine.hardware_bound": "true",
-            "enginery.engine.flavor": record.flavor,
-            "enginery.engine.tensorrt": record.tensorrt,
-            "enginery.engine.capabilities": ",".join(record.capabilities) or "portable",
-            "enginery.engine.profiles": "; ".join(record.profiles),
-            "enginery.engine.gpu": record.gpu.name or "none",
-        }
-    return ImageLayer(group, files, f"sha256:{digest.hexdigest()}", size_bytes, annotations)
+    return ImageLayer(title, files, f"sha256:{digest.hexdigest()}", size_bytes)
 
 
 def _tar(files: tuple[PackageFile, ...]) -> Iterator[bytes]:
-    """Yield a tar of files and their directories, without times and owners, readable by all."""
+    headers = tar_headers({file.name: file.size_bytes for file in files})
+    for file, header in zip(files, headers, strict=True):
+        yield header
+        yield from _content(file)
+        yield tar_padding(file.size_bytes)
+    yield TAR_END
+
+
+def tar_headers(sizes: Mapping[str, int]) -> Iterator[bytes]:
+    """Yield what comes before the content of each file in a tar: its directories and its header.
+
+    They have no times and owners, and are readable by all.
+
+    Args:
+        sizes: name of each file -> size in bytes.
+    """
     directories: set[PurePosixPath] = set()
-    for file in files:
-        for parent in reversed(PurePosixPath(file.name).parents[:-1]):
+    for name, size_bytes in sizes.items():
+        header = b""
+        for parent in reversed(PurePosixPath(name).parents[:-1]):
             if parent not in directories:
                 directories.add(parent)
-                yield _header(f"{parent}/", tarfile.DIRTYPE, 0, 0o755)
-        yield _header(file.name, tarfile.REGTYPE, file.size_bytes, 0o644)
-        yield from _content(file)
-        yield bytes(-file.size_bytes % _BLOCK)
-    yield bytes(2 * _BLOCK)
+                header += _header(f"{parent}/", tarfile.DIRTYPE, 0, 0o755)
+        yield header + _header(name, tarfile.REGTYPE, size_bytes, 0o644)
+
+
+def tar_padding(size_bytes: int) -> bytes:
+    """Return what comes after the content of a file in a tar."""
+    return bytes(-size_bytes % _BLOCK)
 
 
 def _header(name: str, kind: bytes, size_bytes: int, mode: int) -> bytes:
@@ -215,37 +222,13 @@ def _content(file: PackageFile) -> Iterator[bytes]:
         raise ArtifactError(f"{file.path} was changed while it was published.", do="Publish again.")
 
 
-def _config(package: Package, layers: tuple[ImageLayer, ...], architecture: str) -> Blob:
-    """Return the image's config, without a command, and with the manifest as an extra field."""
-    config = {
-        "architecture": architecture,
-        "os": "linux",
-        "config": {"Labels": _annotations(package)},
-        # Without gzip, the digest of a layer is the digest of its content.
-        "rootfs": {"type": "layers", "diff_ids": [layer.digest for layer in layers]},
-        "history": [{"created_by": f"enginery publish: {layer.group}"} for layer in layers],
-        # "Any extra fields … are considered implementation specific", image-spec, config.md.
-        "enginery": package.artifact.manifest.model_dump(mode="json"),
-    }
-    return _json_blob(_CONFIG, config)
-
-
 def _annotations(package: Package) -> dict[str, str]:
-    manifest = package.artifact.manifest
-    engines = {record.directory_name: record.hardware_target for record in package.engines}
+    version = package.publication.version
     return {
         TITLE: package.name,
-        "org.opencontainers.image.description": f"{manifest.source.id}: {manifest.task}, "
-        f"{manifest.describe_precision()}, for {manifest.target}; an artifact of enginery",
-        **({VERSION: package.version} if package.version else {}),
-        CONTENT: package.content_sha256,
-        WITHOUT_RIGHTS: package.without_rights_sha256,
-        "enginery.task": manifest.task,
-        "enginery.precision": manifest.precision,
-        "enginery.target": manifest.target,
-        "enginery.source": f"{manifest.source.id}@{manifest.source.revision}".rstrip("@"),
-        "enginery.validated": "false" if package.problem else "true",
-        "enginery.engines": json.dumps(engines, sort_keys=True),
+        "org.opencontainers.image.description": f"{package.description}; an artifact of enginery",
+        **({VERSION: version} if version else {}),
+        **package.tags,
     }
 
 
