@@ -30,7 +30,7 @@ from enginery.bench.backends.plan import (
     providers_of,
 )
 from enginery.bench.backends.process import BenchmarkProcess
-from enginery.bench.config import ENGINERY, BenchConfig, check_options
+from enginery.bench.config import BenchConfig, check_options
 from enginery.bench.measurement.accuracy import LabelledTexts
 from enginery.bench.measurement.cases import sweep
 from enginery.bench.measurement.image_passes import measure_images
@@ -38,8 +38,7 @@ from enginery.bench.measurement.images import ImageInputs
 from enginery.bench.measurement.machine import describe_machine
 from enginery.bench.measurement.padding import measure_padding
 from enginery.bench.measurement.shapes import measure_case, on_gpu
-from enginery.bench.report.advice import advise
-from enginery.bench.report.notes import fallback_notes, stage_notes
+from enginery.bench.notes import advise, fallback_notes, stage_notes
 from enginery.bench.report.page import store_reports, write_report
 from enginery.bench.target import Target, number_duplicate_names
 from enginery.core.artifact.artifact import REPORTS, Artifact
@@ -155,7 +154,7 @@ def run(
                 results.append(measure_case(case, processes, by_name, config, scratch))
                 progress.say(f"measured {case}: {results[-1].rounds_ended}")
                 advance()
-        records = [_record(process, by_name[process.plan.target]) for process in processes.values()]
+        records = [_record(process) for process in processes.values()]
         unknown = _unknown(processes, records, results)
     labels = labelled.measure(config, progress) if labelled else None
     result = BenchResult(
@@ -240,7 +239,7 @@ def _start_processes(
         yield processes
 
 
-def _record(process: BenchmarkProcess, target: Target) -> ContenderRecord:
+def _record(process: BenchmarkProcess) -> ContenderRecord:
     """Return the record of a backend after its last shape."""
     plan, loaded = process.plan, process.loaded
     notes: list[str] = loaded["notes"]
@@ -255,9 +254,6 @@ def _record(process: BenchmarkProcess, target: Target) -> ContenderRecord:
             "device_memory": error.message,
         }
         notes = [*notes, f"peak memory was measured after loading only: {error.message}"]
-    facts = cast("ContenderFacts", dict(memory["facts"]))
-    if plan.kind == ENGINERY:
-        facts["convolutions"] = target.count_convolutions()
     return ContenderRecord(
         name=plan.name,
         kind=plan.kind,
@@ -270,7 +266,7 @@ def _record(process: BenchmarkProcess, target: Target) -> ContenderRecord:
         peak_rss_bytes=memory["peak_rss_bytes"],
         device_memory_bytes=memory.get("device_memory_bytes"),
         device_memory=memory.get("device_memory", ""),
-        facts=facts,
+        facts=cast("ContenderFacts", memory["facts"]),
         notes=notes,
     )
 
@@ -283,7 +279,7 @@ def _unknown(
     """Return what could not be measured -> reason."""
     if not any(on_gpu(process) for process in processes.values()):
         reason = "nothing ran on an NVIDIA GPU"
-        return {"device memory": reason, "energy": reason, "host copies": reason}
+        return {"device memory": reason, "energy": reason}
     hidden = [r.device_memory for r in records if on_gpu(processes[r.name]) and r.device_memory]
     unknown = {"device memory": hidden[0]} if hidden else {}
     return unknown | {quantity: why for case in cases for quantity, why in case.unknown.items()}

@@ -88,15 +88,6 @@ class Target:
             files |= {"artifact": self.artifact.content_sha256(), "source": source.sha256}
         return combined_sha256(files)
 
-    def count_convolutions(self) -> int | None:
-        """Return the number of convolutions, or None if the package onnx is not installed."""
-        try:
-            import onnx
-        except ImportError:
-            return None
-        graph = onnx.load(str(self.model), load_external_data=False).graph
-        return sum(node.op_type in ("Conv", "ConvTranspose", "FusedConv") for node in graph.node)
-
     def as_json(self) -> SubjectRecord:
         """Return the target's record for the result."""
         manifest = self.artifact.manifest

@@ -65,7 +65,7 @@ def examine(config: DoctorConfig, *, progress: Progress = SILENT) -> DoctorRepor
         *tensorrt_findings(nvidia),
         *provider_findings(providers, nvidia, required),
         *machine_findings(machine),
-        *check_settings(os.environ, machine, nvidia, providers),
+        *check_settings(os.environ, nvidia, providers),
     ]
     order = ("error", "warning", "note")
     return DoctorReport(

@@ -29,7 +29,6 @@ from enginery.bench.backends.backend import (  # noqa: E402
     OrtSessionBackend,
     Run,
 )
-from enginery.bench.backends.copies import measure_copies  # noqa: E402
 from enginery.bench.backends.warmup import take_turn, wait_until_idle, warm_up  # noqa: E402
 from enginery.bench.config import ENGINERY  # noqa: E402
 from enginery.core.artifact.artifact import Artifact  # noqa: E402
@@ -96,7 +95,6 @@ class BenchmarkWorker:
             "load": self.load,
             "prepare": self.prepare,
             "turn": self.turn,
-            "copies": self.copies,
             "energy": self.energy,
             "memory": self.memory,
         }
@@ -152,17 +150,6 @@ class BenchmarkWorker:
             times = take_turn(run, runs=command["runs"])
         self._sample_device_memory()
         return {"times_ms": times}
-
-    def copies(self, command: Mapping[str, Any]) -> WorkerResult:
-        """Measure the copies to and from the device."""
-        backend = self._require_backend()
-        if not isinstance(backend, OrtSessionBackend):
-            raise ProviderError("copies can be measured only with the onnxruntime backend.")
-        session = backend.session_for(self._feeds)
-        times = measure_copies(
-            session, self._feeds, device=command["device"], seconds=command["seconds"]
-        )
-        return {**vars(times), "share": times.share}
 
     def energy(self, command: Mapping[str, Any]) -> WorkerResult:
         """Measure the energy of a run in joules.

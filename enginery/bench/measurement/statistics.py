@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from statistics import fmean, median
 
 from enginery.core.accuracy import Interval
-from enginery.reports.benchmark import Comparison, Latency, format_ratio, is_clear_ratio
+from enginery.reports.benchmark import Comparison, Latency, describe_ratio
 
 Turns = Sequence[Sequence[float]]
 """Times of each turn's runs in ms."""
@@ -65,8 +65,7 @@ def compare(
         names: names of the backend and of the base.
 
     Returns:
-        The comparison. Its words have no ratio if the interval is wider than the ratio itself:
-        such a number would say less than it seems to.
+        The comparison, with its words from `describe_ratio`.
     """
     pairs = zip(base, backend, strict=False)
     ratios = [median(theirs) / median(ours) for theirs, ours in pairs]
@@ -77,14 +76,8 @@ def compare(
         return Comparison(*names, middle, None, False, problem)
     low, high = interval
     different = low > 1 + smallest or high < 1 / (1 + smallest)
-    span = f"({format_ratio(low)} to {format_ratio(high)})"
-    if is_clear_ratio(middle, interval):
-        words = f"{format_ratio(middle)} as fast" if different else "no difference seen"
-    elif different:
-        words = f"{'faster' if low > 1 else 'slower'}, unclear by how much"
-    else:
-        words = "unclear"
-    return Comparison(*names, middle, interval, different, f"{words} {span}")
+    words = describe_ratio(middle, interval, different=different)
+    return Comparison(*names, middle, interval, different, words)
 
 
 def median_interval(values: Sequence[float], *, confidence: float = 0.95) -> Interval | None:

@@ -18,14 +18,14 @@ from __future__ import annotations
 import base64
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath, PureWindowsPath
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from enginery.bench.config import BenchConfig
-from enginery.bench.report.curves import FIGURES, caption, draw_figures, height_of, reference_of
-from enginery.bench.report.summary import Summary, summarize
+from enginery.bench.report.curves import FIGURES, draw_figures, height_of
+from enginery.bench.report.summary import model_facts
 from enginery.core.artifact.artifact import MANIFEST, REPORTS, Artifact
 from enginery.core.artifact.manifest import Manifest
 from enginery.core.errors import ArtifactError
@@ -33,10 +33,9 @@ from enginery.core.figures import NOT_DRAWN, can_draw, figure_svg
 from enginery.core.json_file import read_document
 from enginery.core.options import options_dict
 from enginery.core.paths import resolve_inside
-from enginery.core.table import format_number
+from enginery.core.table import Table, format_number
 from enginery.core.temporary import write_atomically
 from enginery.reports.artifact import (
-    artifact_rows,
     format_options,
     interface_rows,
     option_rows,
@@ -75,13 +74,15 @@ def write_report(path: Path) -> Path:
     has_manifest = (path / MANIFEST).is_file() or result is None
     artifact = Artifact.open(path) if has_manifest else None
     try:
-        drawn = draw_bench_figures(result) if result else {}
-        files = {PAGE: _page(path, artifact, result, drawn).encode(), **drawn}
+        drawn = _draw_figures(result) if result else {}
+        figures = {f"{REPORTS}/{name}.svg": figure.svg.encode() for name, figure in drawn.items()}
+        page = _page(path, artifact, result, list(drawn.values())).encode()
     except (ArithmeticError, LookupError, ValueError) as error:  # e.g. an empty list of backends
         raise ArtifactError(
             f"{path / REPORTS / BenchResult.FILE} is inconsistent: {error!r}.",
             do="Measure again: enginery bench",
         ) from error
+    files = {PAGE: page, **figures}
     store_reports(path, files, replacing_figures=result is not None)
     return path / PAGE
 
@@ -111,87 +112,237 @@ def store_reports(path: Path, files: Mapping[str, bytes], *, replacing_figures: 
         write_atomically(path / name, content)
 
 
-def draw_bench_figures(result: BenchResult) -> dict[str, bytes]:
-    """Return file name -> SVG of a benchmark's figures; empty if matplotlib is not installed."""
+@dataclass(frozen=True)
+class Figure:
+    """A figure on the page. If `svg` is empty, the caption gives the reason."""
+
+    svg: str
+    caption: str
+
+    @property
+    def address(self) -> str:
+        """The figure as a `data:` URL."""
+        from markupsafe import Markup
+
+        # Base64 needs no escapes, and may contain what looks like a path.
+        content = base64.b64encode(self.svg.encode()).decode()
+        return Markup(f"data:image/svg+xml;base64,{content}")  # noqa: S704
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page, laid out in the order of its fields."""
+
+    title: str
+    verdict: str = ""
+    """`passed` or `failed`, beside the title; empty if there is nothing to pass."""
+    lead: str = ""
+    facts: Sequence[tuple[str, str]] = ()
+    figures: Sequence[Figure] = ()
+    tables: Sequence[Table] = ()
+    folded: Sequence[Table] = ()
+    """Tables that open with a click."""
+    notes: Sequence[str] = ()
+
+
+def _draw_figures(result: BenchResult) -> dict[str, Figure]:
+    """Return name -> figure of a benchmark; empty if matplotlib is not installed."""
     if not can_draw():
         return {}
     return {
-        f"{REPORTS}/{name}.svg": figure_svg(
-            draw, width=_WIDTH, height=height_of(name, result)
-        ).encode()
-        for name, draw in draw_figures(result).items()
+        name: Figure(figure_svg(draw, width=_WIDTH, height=height_of(name, result)), caption)
+        for name, (caption, draw) in draw_figures(result).items()
     }
 
 
 def _page(
-    path: Path, artifact: Artifact | None, result: BenchResult | None, drawn: Mapping[str, bytes]
+    path: Path, artifact: Artifact | None, result: BenchResult | None, drawn: Sequence[Figure]
 ) -> str:
     manifest = artifact.manifest if artifact else None
-    environment = _environment(_local_paths(path, manifest, result))
     validation, no_validation = _read(ValidationReport, path)
     quantization, no_quantization = _read(QuantizationReport, path)
     engines, no_engines = _read(BuildReport, path)
-    summary = summarize(artifact, validation, result)
-    return environment.get_template("page.html").render(
-        style=(_TEMPLATES / "page.css").read_text(encoding="utf-8"),
-        title=_title(manifest, summary),
-        summary=summary,
-        manifest=manifest,
-        validation=validation,
-        quantization=quantization,
-        engines=engines,
-        result=result,
-        problems={
-            "Validation": no_validation,
-            "Quantization": no_quantization,
-            "Engines": no_engines,
-        },
-        artifact=artifact_rows(artifact) if artifact else [],
-        interface=interface_rows(manifest) if manifest else [],
-        stages=stage_rows(manifest) if manifest else [],
-        stage_options=option_rows(manifest) if manifest else [],
-        engine_rows=engine_rows(engines.engines) if engines else [],
-        other_inputs=_other_inputs(validation, quantization),
-        reference=reference_of(result) if result else "",
-        clear_comparisons=result.comparison_rows(reference_of(result)) if result else [],
-        bench_options=_bench_options(result) if result else "none",
-        tables={table.title: table.rows for table in result.tables()} if result else {},
-        notes=[*result.lines()[1:], *([] if can_draw() else [NOT_DRAWN])] if result else [],
-        drawn=[
-            Figure(svg.decode(), caption(Path(file).stem, result)) for file, svg in drawn.items()
-        ]
-        if result
-        else [],
-        curve=_stored_figure(path, "quantization.svg", "Accuracy against the quantized share"),
-        layer_errors=_stored_figure(
-            path,
-            LAYER_ERRORS,
-            "Error of each layer against FP32 on the same inputs, in the order of the graph",
-        ),
-        lengths=_stored_figure(
-            path, "lengths.svg", "Lengths of the data and the profiles' buckets"
-        ),
+    layer_errors = _stored_figure(
+        path,
+        LAYER_ERRORS,
+        "Error of each layer against FP32 on the same inputs, in the order of the graph",
+    )
+    sections = [_summary(artifact, validation, result)]
+    if artifact:
+        sections += _artifact_sections(artifact, [] if quantization else layer_errors)
+    if validation:
+        sections.append(_validation(validation))
+    if quantization:
+        curve = _stored_figure(path, "quantization.svg", "Accuracy against the quantized share")
+        sections.append(_quantization(quantization, curve + layer_errors))
+    if engines:
+        lengths = "Lengths of the data and the profiles' buckets"
+        sections.append(_engines(engines, _stored_figure(path, "lengths.svg", lengths)))
+    sections += [
+        Section(title, lead=problem)
+        for title, problem in (
+            ("Validation", no_validation),
+            ("Quantization", no_quantization),
+            ("Engines", no_engines),
+        )
+        if problem
+    ]
+    if result:
+        sections += _benchmark_sections(result, drawn)
+    subjects = result.subjects if result else []
+    described = (
+        (manifest.task, manifest.describe_precision(), f"for {manifest.target}") if manifest else ()
+    )
+    return (
+        _environment(_local_paths(path, manifest, result))
+        .get_template("page.html")
+        .render(
+            style=(_TEMPLATES / "page.css").read_text(encoding="utf-8"),
+            title=manifest.source.name if manifest else ", ".join(s["name"] for s in subjects),
+            subtitle=", ".join(described or dict.fromkeys(s["precision"] for s in subjects)),
+            sections=sections,
+        )
     )
 
 
-def _other_inputs(
-    validation: ValidationReport | None, quantization: QuantizationReport | None
-) -> list[str]:
-    """Say why the two stages have different cosines; nothing if one of them has none."""
-    if not validation or not validation.accuracy or not quantization or not quantization.accuracy:
-        return []
-    held_out, validated = quantization.accuracy, validation.accuracy.found
+def _summary(
+    artifact: Artifact | None, validation: ValidationReport | None, result: BenchResult | None
+) -> Section:
+    """Return what a reader decides by: the models beside FP32, and the benchmark's summary."""
+    rows = result.summary_rows() if result else []
+    return Section(
+        "Summary",
+        verdict=artifact.validation_status() if artifact else "",
+        lead=validation.summary if validation else "",
+        facts=model_facts(artifact, validation, result),
+        tables=[row for row in rows if isinstance(row, Table)],
+        notes=[row for row in rows if isinstance(row, str)],
+    )
+
+
+def _artifact_sections(artifact: Artifact, figures: list[Figure]) -> list[Section]:
+    manifest = artifact.manifest
     return [
-        f"quantize measured a mean cosine of {held_out.cosine:.4f} on {held_out.rows} held-out "
-        f"rows, validate one of {validated.cosine:.4f} on {validated.rows} real inputs of its own: "
-        "the inputs are others, so the two numbers differ"
+        Section(
+            "Model",
+            facts=list(artifact.facts().items()),
+            tables=[Table("Inputs and outputs", interface_rows(manifest))],
+        ),
+        Section(
+            "Stages",
+            figures=figures,
+            tables=[Table("What was done", stage_rows(manifest))],
+            folded=[Table("All options and tools", option_rows(manifest))],
+            notes=[f"{stage.stage}: {note}" for stage in manifest.stages for note in stage.notes],
+        ),
     ]
 
 
-def _title(manifest: Manifest | None, summary: Summary) -> str:
-    if manifest:
-        return manifest.source.name
-    return ", ".join(model.name for model in summary.models)
+def _validation(report: ValidationReport) -> Section:
+    reference = report.reference_name
+    source = (
+        f"{report.reference.get('as', 'PyTorch')} of {report.reference.get('id', 'the source')}"
+    )
+    tables = report.tables()
+    if report.labels:
+        title = (
+            f"Accuracy on the labels in '{report.labels.column}', with 95 % confidence intervals"
+        )
+        tables.append(Table(title, report.labels.rows()))
+    tables += [
+        Table("Weights that differ", report.weights.different_rows()),
+        Table(f"Weights that are none of {reference}'s", report.weights.untraced_rows()),
+    ]
+    tables += [
+        Table(
+            f"Sizes of {coverage.graph} at effort {report.effort}: those compared with {reference} "
+            "+ batches whose rows equal the same rows run alone",
+            coverage.grid(),
+        )
+        for coverage in report.coverage
+    ]
+    return Section(
+        "Validation",
+        verdict="passed" if report.passed else "failed",
+        lead=report.summary,
+        facts=[("reference", source), *report.facts()],
+        tables=tables,
+        notes=report.notes,
+    )
+
+
+def _quantization(report: QuantizationReport, figures: list[Figure]) -> Section:
+    facts = [("scheme", report.scheme)]
+    if report.calibration:
+        facts += [
+            ("calibration", report.calibration.inputs),
+            ("method", report.calibration.method),
+        ]
+    if report.multiply_adds:
+        share = format_number(report.multiply_adds.share, ".1%")
+        facts.append(("multiply-adds quantized", share))
+    if report.search:
+        facts.append(("budget", report.search.budget))
+    return Section(
+        "Quantization",
+        lead=report.summary,
+        facts=facts,
+        figures=figures,
+        folded=[Table("Measured combinations", report.mix_rows())],
+        notes=report.notes,
+    )
+
+
+def _engines(report: BuildReport, figures: list[Figure]) -> Section:
+    return Section(
+        "Engines",
+        lead=report.summary,
+        figures=figures,
+        tables=[Table("Engines", engine_rows(report.engines))],
+        folded=[Table("All layers", report.layer_rows())],
+        notes=report.notes,
+    )
+
+
+def _benchmark_sections(result: BenchResult, drawn: Sequence[Figure]) -> list[Section]:
+    machine, changed = result.machine, _changed_options(result)
+    confidence = float(result.options.get("confidence", BenchConfig.confidence))
+    environment = {
+        "processor": f"{machine['cpu']}, {machine['physical_cores']} cores, "
+        f"{machine['usable_cpus']} CPUs usable",
+        "CPU flags": ", ".join(machine["cpu_flags"]) or "unknown",
+        "memory": f"{machine['memory_bytes'] / 1e9:,.1f} GB",
+        "GPU": gpu_names(machine) or machine["no_gpu"],
+        "driver": machine["driver"] or "none",
+        "system": f"{machine['system']}, Python {machine['python']}",
+        "versions": named_versions(machine["tools"]),
+    }
+    return [
+        Section(
+            "Speed",
+            lead="All backends read inputs from host memory and write outputs to host memory. Each "
+            "runs in its own process, and they take turns in rounds. Intervals are confidence "
+            f"intervals of the median at {confidence:.0%}; ratios are paired by round. A ratio is "
+            "unclear if its interval is wider than the ratio itself.",
+            facts=[("changed options", changed)] if changed else [],
+            figures=drawn,
+            tables=result.speed_tables(),
+            folded=[Table("Comparison", result.comparison_rows())],
+            notes=[*result.lines()[1:], *([] if can_draw() else [NOT_DRAWN])],
+        ),
+        Section(
+            "Environment",
+            facts=list(environment.items()),
+            tables=result.environment_tables(),
+        ),
+    ]
+
+
+def _changed_options(result: BenchResult) -> str:
+    """Return the options of the benchmark that are not the defaults; empty if none."""
+    defaults = options_dict(BenchConfig())
+    changed = {n: v for n, v in result.options.items() if v != defaults.get(n)}
+    return format_options(changed) if changed else ""
 
 
 def _environment(local_paths: re.Pattern[str]) -> Environment:
@@ -204,7 +355,7 @@ def _environment(local_paths: re.Pattern[str]) -> Environment:
             return value
         return local_paths.sub(lambda match: _last_part(match[0]), value)
 
-    environment = Environment(
+    return Environment(
         loader=FileSystemLoader(_TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
@@ -212,8 +363,6 @@ def _environment(local_paths: re.Pattern[str]) -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"gpus": gpu_names, "number": format_number, "versions": named_versions}
-    return environment
 
 
 def _local_paths(
@@ -268,23 +417,6 @@ def _read(kind: type[AnyReport], path: Path) -> tuple[AnyReport | None, str]:
         return None, error.message.replace(f"{path}/", "")
 
 
-@dataclass(frozen=True)
-class Figure:
-    """A figure on the page. If `svg` is empty, the caption gives the reason."""
-
-    svg: str
-    caption: str
-
-    @property
-    def address(self) -> str:
-        """The figure as a `data:` URL."""
-        from markupsafe import Markup
-
-        # Base64 needs no escapes, and may contain what looks like a path.
-        content = base64.b64encode(self.svg.encode()).decode()
-        return Markup(f"data:image/svg+xml;base64,{content}")  # noqa: S704
-
-
 def _stored_figure(path: Path, name: str, words: str) -> list[Figure]:
     """Return the figure of another stage, or an empty list."""
     try:
@@ -296,9 +428,3 @@ def _stored_figure(path: Path, name: str, words: str) -> list[Figure]:
         problem = error.strerror if isinstance(error, OSError) else error.message
         return [Figure("", f"{REPORTS}/{name} cannot be read: {problem}")]
     return [Figure(svg.decode(errors="replace"), words)]
-
-
-def _bench_options(result: BenchResult) -> str:
-    """Return the options of the benchmark that are not the defaults."""
-    defaults = options_dict(BenchConfig())
-    return format_options({n: v for n, v in result.options.items() if v != defaults.get(n)})
