@@ -414,9 +414,9 @@ def doctor_report() -> DoctorReport:
         PackageStatus("ray", "", ">=2", "ray", fits=False),
     )
     providers = (
-        ProviderStatus(CPU, True, (), True, True, "", ""),
-        ProviderStatus(CUDA, True, ("libcublas.so.13",), False, False, "not found", "pip install"),
-        ProviderStatus(AZURE, False, (), False, False, "", ""),
+        ProviderStatus(CPU, "runs", "", ""),
+        ProviderStatus(CUDA, "unavailable", "libcublas.so.13 was not found", "pip install"),
+        ProviderStatus(AZURE, "not built in", "", ""),
     )
     finding = Finding("warning", "no CUDA", "libcublas.so.13 was not found", "pip install")
     return DoctorReport(

@@ -2,8 +2,7 @@
 
     session = new_session(artifact.model, choose_providers(["cpu"]), ort.SessionOptions())
 
-ONNX Runtime's own silent fallback to the CPU is off. The last two functions give advice on options
-of sessions that make them slow.
+ONNX Runtime's own silent fallback to the CPU is off.
 """
 
 from __future__ import annotations
