@@ -23,8 +23,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import cast
 
+from enginery.bench.backends.backend import BackendPlan
 from enginery.bench.backends.plan import (
-    BackendPlan,
     keep_image_backends,
     plan_backends,
     providers_of,
@@ -143,7 +143,7 @@ def run(
     images: ImagesResult | None = None
     with (
         temporary_directory("bench") as scratch,
-        _start_processes(plans, by_name, config, left_out, scratch, progress) as processes,
+        _start_processes(plans, by_name, left_out, scratch, progress) as processes,
     ):
         with progress.task(
             "measuring", total=len(cases) or len(inputs.files if inputs else ())
@@ -208,7 +208,6 @@ def _with_resolved_providers(config: BenchConfig) -> BenchConfig:
 def _start_processes(
     plans: Sequence[BackendPlan],
     targets: Mapping[str, Target],
-    config: BenchConfig,
     left_out: dict[str, str],
     scratch: Path,
     progress: Progress,
@@ -222,9 +221,7 @@ def _start_processes(
         processes: dict[str, BenchmarkProcess] = {}
         for index, plan in enumerate(plans):
             try:
-                process = BenchmarkProcess(
-                    plan, targets[plan.target], config, scratch / f"{index}.log"
-                )
+                process = BenchmarkProcess(plan, targets[plan.target], scratch / f"{index}.log")
             except EngineryError as error:
                 if plan.required:
                     raise

@@ -193,7 +193,7 @@ def test_crash_of_an_optional_backend_is_reported_and_the_others_continue(
         if self.plan.kind == "onnxruntime" and command == "turn":
             turns.append(values)
             if len(turns) == 2:
-                self.worker._process.kill()
+                self._process.kill()
         return real(self, command, **values)
 
     monkeypatch.setattr(BenchmarkProcess, "request", request)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from enginery.bench.backends.plan import BackendPlan, runs_on_cpu
+from enginery.bench.backends.backend import BackendPlan
+from enginery.bench.backends.plan import runs_on_cpu
 from enginery.bench.backends.process import BenchmarkProcess
 from enginery.bench.config import ENGINERY, BenchConfig
 from enginery.bench.measurement.cases import Case, rows_of, tokens_of
