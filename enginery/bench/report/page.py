@@ -5,62 +5,37 @@
 The input is a directory with `manifest.json`, `reports/benchmark.json` or both. The page is written
 to `reports/report.html`, and the figures are written beside it as SVG files.
 
-The page is self-contained: it loads no scripts, fonts or network resources. The template engine
-escapes all text, and the paths that options and reports name become the names of their files.
-Figures may come from an artifact that somebody else made, so they are embedded as images, in which
-browsers neither run scripts nor load resources, and the page's content security policy forbids both
-as well. A damaged report of another stage is mentioned on the page; a damaged benchmark is an
-error.
+The page is self-contained: it loads no scripts, fonts or network resources, and its policy of content
+forbids them. The template engine escapes all text, and the paths that options and reports
+name become the names of their files. A damaged benchmark is an error.
 """
 
 from __future__ import annotations
 
-import base64
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePath, PureWindowsPath
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from enginery.bench.config import BenchConfig
 from enginery.bench.report.curves import FIGURES, draw_figures, height_of
-from enginery.bench.report.summary import model_facts
+from enginery.bench.report.sections import Figure, page_sections
 from enginery.core.artifact.artifact import MANIFEST, REPORTS, Artifact
 from enginery.core.artifact.manifest import Manifest
 from enginery.core.errors import ArtifactError
 from enginery.core.figures import NOT_DRAWN, can_draw, figure_svg
-from enginery.core.json_file import read_document
-from enginery.core.options import options_dict
-from enginery.core.paths import resolve_inside
-from enginery.core.table import Table, format_number
 from enginery.core.temporary import write_atomically
-from enginery.reports.artifact import (
-    format_options,
-    interface_rows,
-    option_rows,
-    stage_rows,
-)
-from enginery.reports.base import Report, named_versions
-from enginery.reports.benchmark import BenchResult, gpu_names
-from enginery.reports.engines import BuildReport, engine_rows
-from enginery.reports.layer_errors import FILE as LAYER_ERRORS
-from enginery.reports.quantization import QuantizationReport
-from enginery.reports.validation import ValidationReport
+from enginery.reports.benchmark import BenchResult
 
 PAGE = f"{REPORTS}/report.html"
 _TEMPLATES = Path(__file__).parent / "templates"
 _WIDTH = 4.8
 """Width of a figure in inches: on a screen of 360 pixels, its text is still 9 pixels high."""
-_MAX_FIGURE_BYTES = 4 * 2**20
-"""Limit for a stored figure; the figures of this stage have 0.1 MB."""
 _NODES = ("exclude", "keep_fp32")
 """Options with names of nodes, which may look like paths."""
 
 if TYPE_CHECKING:
     from jinja2 import Environment
-
-AnyReport = TypeVar("AnyReport", bound=Report)
 
 
 def write_report(path: Path) -> Path:
@@ -76,7 +51,8 @@ def write_report(path: Path) -> Path:
     try:
         drawn = _draw_figures(result) if result else {}
         figures = {f"{REPORTS}/{name}.svg": figure.svg.encode() for name, figure in drawn.items()}
-        page = _page(path, artifact, result, list(drawn.values())).encode()
+        shown = list(drawn.values()) if can_draw() else [Figure("", NOT_DRAWN)]
+        page = _page(path, artifact, result, shown).encode()
     except (ArithmeticError, LookupError, ValueError) as error:  # e.g. an empty list of backends
         raise ArtifactError(
             f"{path / REPORTS / BenchResult.FILE} is inconsistent: {error!r}.",
@@ -112,39 +88,6 @@ def store_reports(path: Path, files: Mapping[str, bytes], *, replacing_figures: 
         write_atomically(path / name, content)
 
 
-@dataclass(frozen=True)
-class Figure:
-    """A figure on the page. If `svg` is empty, the caption gives the reason."""
-
-    svg: str
-    caption: str
-
-    @property
-    def address(self) -> str:
-        """The figure as a `data:` URL."""
-        from markupsafe import Markup
-
-        # Base64 needs no escapes, and may contain what looks like a path.
-        content = base64.b64encode(self.svg.encode()).decode()
-        return Markup(f"data:image/svg+xml;base64,{content}")  # noqa: S704
-
-
-@dataclass(frozen=True)
-class Section:
-    """A part of the page, laid out in the order of its fields."""
-
-    title: str
-    verdict: str = ""
-    """`passed` or `failed`, beside the title; empty if there is nothing to pass."""
-    lead: str = ""
-    facts: Sequence[tuple[str, str]] = ()
-    figures: Sequence[Figure] = ()
-    tables: Sequence[Table] = ()
-    folded: Sequence[Table] = ()
-    """Tables that open with a click."""
-    notes: Sequence[str] = ()
-
-
 def _draw_figures(result: BenchResult) -> dict[str, Figure]:
     """Return name -> figure of a benchmark; empty if matplotlib is not installed."""
     if not can_draw():
@@ -156,193 +99,23 @@ def _draw_figures(result: BenchResult) -> dict[str, Figure]:
 
 
 def _page(
-    path: Path, artifact: Artifact | None, result: BenchResult | None, drawn: Sequence[Figure]
+    path: Path, artifact: Artifact | None, result: BenchResult | None, figures: Sequence[Figure]
 ) -> str:
     manifest = artifact.manifest if artifact else None
-    validation, no_validation = _read(ValidationReport, path)
-    quantization, no_quantization = _read(QuantizationReport, path)
-    engines, no_engines = _read(BuildReport, path)
-    layer_errors = _stored_figure(
-        path,
-        LAYER_ERRORS,
-        "Error of each layer against FP32 on the same inputs, in the order of the graph",
+    if manifest:
+        title = manifest.source.name
+        words = [manifest.task, manifest.describe_precision(), f"for {manifest.target}"]
+    else:
+        subjects = result.subjects if result else []
+        title = ", ".join(subject["name"] for subject in subjects)
+        words = list(dict.fromkeys(subject["precision"] for subject in subjects))
+    template = _environment(_local_paths(path, manifest, result)).get_template("page.html")
+    return template.render(
+        style=(_TEMPLATES / "page.css").read_text(encoding="utf-8"),
+        title=title,
+        subtitle=", ".join(words),
+        sections=page_sections(path, artifact, result, figures),
     )
-    sections = [_summary(artifact, validation, result)]
-    if artifact:
-        sections += _artifact_sections(artifact, [] if quantization else layer_errors)
-    if validation:
-        sections.append(_validation(validation))
-    if quantization:
-        curve = _stored_figure(path, "quantization.svg", "Accuracy against the quantized share")
-        sections.append(_quantization(quantization, curve + layer_errors))
-    if engines:
-        lengths = "Lengths of the data and the profiles' buckets"
-        sections.append(_engines(engines, _stored_figure(path, "lengths.svg", lengths)))
-    sections += [
-        Section(title, lead=problem)
-        for title, problem in (
-            ("Validation", no_validation),
-            ("Quantization", no_quantization),
-            ("Engines", no_engines),
-        )
-        if problem
-    ]
-    if result:
-        sections += _benchmark_sections(result, drawn)
-    subjects = result.subjects if result else []
-    described = (
-        (manifest.task, manifest.describe_precision(), f"for {manifest.target}") if manifest else ()
-    )
-    return (
-        _environment(_local_paths(path, manifest, result))
-        .get_template("page.html")
-        .render(
-            style=(_TEMPLATES / "page.css").read_text(encoding="utf-8"),
-            title=manifest.source.name if manifest else ", ".join(s["name"] for s in subjects),
-            subtitle=", ".join(described or dict.fromkeys(s["precision"] for s in subjects)),
-            sections=sections,
-        )
-    )
-
-
-def _summary(
-    artifact: Artifact | None, validation: ValidationReport | None, result: BenchResult | None
-) -> Section:
-    """Return what a reader decides by: the models beside FP32, and the benchmark's summary."""
-    rows = result.summary_rows() if result else []
-    return Section(
-        "Summary",
-        verdict=artifact.validation_status() if artifact else "",
-        lead=validation.summary if validation else "",
-        facts=model_facts(artifact, validation, result),
-        tables=[row for row in rows if isinstance(row, Table)],
-        notes=[row for row in rows if isinstance(row, str)],
-    )
-
-
-def _artifact_sections(artifact: Artifact, figures: list[Figure]) -> list[Section]:
-    manifest = artifact.manifest
-    return [
-        Section(
-            "Model",
-            facts=list(artifact.facts().items()),
-            tables=[Table("Inputs and outputs", interface_rows(manifest))],
-        ),
-        Section(
-            "Stages",
-            figures=figures,
-            tables=[Table("What was done", stage_rows(manifest))],
-            folded=[Table("All options and tools", option_rows(manifest))],
-            notes=[f"{stage.stage}: {note}" for stage in manifest.stages for note in stage.notes],
-        ),
-    ]
-
-
-def _validation(report: ValidationReport) -> Section:
-    reference = report.reference_name
-    source = (
-        f"{report.reference.get('as', 'PyTorch')} of {report.reference.get('id', 'the source')}"
-    )
-    tables = report.tables()
-    if report.labels:
-        title = (
-            f"Accuracy on the labels in '{report.labels.column}', with 95 % confidence intervals"
-        )
-        tables.append(Table(title, report.labels.rows()))
-    tables += [
-        Table("Weights that differ", report.weights.different_rows()),
-        Table(f"Weights that are none of {reference}'s", report.weights.untraced_rows()),
-    ]
-    tables += [
-        Table(
-            f"Sizes of {coverage.graph} at effort {report.effort}: those compared with {reference} "
-            "+ batches whose rows equal the same rows run alone",
-            coverage.grid(),
-        )
-        for coverage in report.coverage
-    ]
-    return Section(
-        "Validation",
-        verdict="passed" if report.passed else "failed",
-        lead=report.summary,
-        facts=[("reference", source), *report.facts()],
-        tables=tables,
-        notes=report.notes,
-    )
-
-
-def _quantization(report: QuantizationReport, figures: list[Figure]) -> Section:
-    facts = [("scheme", report.scheme)]
-    if report.calibration:
-        facts += [
-            ("calibration", report.calibration.inputs),
-            ("method", report.calibration.method),
-        ]
-    if report.multiply_adds:
-        share = format_number(report.multiply_adds.share, ".1%")
-        facts.append(("multiply-adds quantized", share))
-    if report.search:
-        facts.append(("budget", report.search.budget))
-    return Section(
-        "Quantization",
-        lead=report.summary,
-        facts=facts,
-        figures=figures,
-        folded=[Table("Measured combinations", report.mix_rows())],
-        notes=report.notes,
-    )
-
-
-def _engines(report: BuildReport, figures: list[Figure]) -> Section:
-    return Section(
-        "Engines",
-        lead=report.summary,
-        figures=figures,
-        tables=[Table("Engines", engine_rows(report.engines))],
-        folded=[Table("All layers", report.layer_rows())],
-        notes=report.notes,
-    )
-
-
-def _benchmark_sections(result: BenchResult, drawn: Sequence[Figure]) -> list[Section]:
-    machine, changed = result.machine, _changed_options(result)
-    confidence = float(result.options.get("confidence", BenchConfig.confidence))
-    environment = {
-        "processor": f"{machine['cpu']}, {machine['physical_cores']} cores, "
-        f"{machine['usable_cpus']} CPUs usable",
-        "CPU flags": ", ".join(machine["cpu_flags"]) or "unknown",
-        "memory": f"{machine['memory_bytes'] / 1e9:,.1f} GB",
-        "GPU": gpu_names(machine) or machine["no_gpu"],
-        "driver": machine["driver"] or "none",
-        "system": f"{machine['system']}, Python {machine['python']}",
-        "versions": named_versions(machine["tools"]),
-    }
-    return [
-        Section(
-            "Speed",
-            lead="All backends read inputs from host memory and write outputs to host memory. Each "
-            "runs in its own process, and they take turns in rounds. Intervals are confidence "
-            f"intervals of the median at {confidence:.0%}; ratios are paired by round. A ratio is "
-            "unclear if its interval is wider than the ratio itself.",
-            facts=[("changed options", changed)] if changed else [],
-            figures=drawn,
-            tables=result.speed_tables(),
-            folded=[Table("Comparison", result.comparison_rows())],
-            notes=[*result.lines()[1:], *([] if can_draw() else [NOT_DRAWN])],
-        ),
-        Section(
-            "Environment",
-            facts=list(environment.items()),
-            tables=result.environment_tables(),
-        ),
-    ]
-
-
-def _changed_options(result: BenchResult) -> str:
-    """Return the options of the benchmark that are not the defaults; empty if none."""
-    defaults = options_dict(BenchConfig())
-    changed = {n: v for n, v in result.options.items() if v != defaults.get(n)}
-    return format_options(changed) if changed else ""
 
 
 def _environment(local_paths: re.Pattern[str]) -> Environment:
@@ -407,24 +180,3 @@ def _is_absolute(text: str) -> bool:
 
 def _last_part(path: str) -> str:
     return re.split(r"[/\\]", path.rstrip("/\\"))[-1]
-
-
-def _read(kind: type[AnyReport], path: Path) -> tuple[AnyReport | None, str]:
-    """Return a stage's report, or None and the problem; the problem is empty if there is none."""
-    try:
-        return kind.below(path), ""
-    except ArtifactError as error:
-        return None, error.message.replace(f"{path}/", "")
-
-
-def _stored_figure(path: Path, name: str, words: str) -> list[Figure]:
-    """Return the figure of another stage, or an empty list."""
-    try:
-        file = resolve_inside(path, f"{REPORTS}/{name}", what=str(path))
-        if not file.exists():
-            return []
-        svg = read_document(file, max_bytes=_MAX_FIGURE_BYTES)
-    except (ArtifactError, OSError) as error:
-        problem = error.strerror if isinstance(error, OSError) else error.message
-        return [Figure("", f"{REPORTS}/{name} cannot be read: {problem}")]
-    return [Figure(svg.decode(errors="replace"), words)]
