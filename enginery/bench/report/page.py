@@ -5,9 +5,9 @@
 The input is a directory with `manifest.json`, `reports/benchmark.json` or both. The page is written
 to `reports/report.html`, and the figures are written beside it as SVG files.
 
-The page is self-contained: it loads no scripts, fonts or network resources, and its policy of content
-forbids them. The template engine escapes all text, and the paths that options and reports
-name become the names of their files. A damaged benchmark is an error.
+The page is self-contained: it loads no scripts, fonts or network resources, and its content
+security policy forbids them. The template engine escapes all text, and the paths that options and
+reports name become the names of their files. A damaged benchmark is an error.
 """
 
 from __future__ import annotations
