@@ -23,14 +23,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import cast
 
+from enginery.bench.backends.backend import BackendPlan
 from enginery.bench.backends.plan import (
-    BackendPlan,
     keep_image_backends,
     plan_backends,
     providers_of,
 )
 from enginery.bench.backends.process import BenchmarkProcess
-from enginery.bench.config import ENGINERY, BenchConfig, check_options
+from enginery.bench.config import BenchConfig, check_options
 from enginery.bench.measurement.accuracy import LabelledTexts
 from enginery.bench.measurement.cases import sweep
 from enginery.bench.measurement.image_passes import measure_images
@@ -38,8 +38,7 @@ from enginery.bench.measurement.images import ImageInputs
 from enginery.bench.measurement.machine import describe_machine
 from enginery.bench.measurement.padding import measure_padding
 from enginery.bench.measurement.shapes import measure_case, on_gpu
-from enginery.bench.report.advice import advise
-from enginery.bench.report.notes import fallback_notes, stage_notes
+from enginery.bench.notes import advise, fallback_notes, stage_notes
 from enginery.bench.report.page import store_reports, write_report
 from enginery.bench.target import Target, number_duplicate_names
 from enginery.core.artifact.artifact import REPORTS, Artifact
@@ -144,7 +143,7 @@ def run(
     images: ImagesResult | None = None
     with (
         temporary_directory("bench") as scratch,
-        _start_processes(plans, by_name, config, left_out, scratch, progress) as processes,
+        _start_processes(plans, by_name, left_out, scratch, progress) as processes,
     ):
         with progress.task(
             "measuring", total=len(cases) or len(inputs.files if inputs else ())
@@ -155,7 +154,7 @@ def run(
                 results.append(measure_case(case, processes, by_name, config, scratch))
                 progress.say(f"measured {case}: {results[-1].rounds_ended}")
                 advance()
-        records = [_record(process, by_name[process.plan.target]) for process in processes.values()]
+        records = [_record(process) for process in processes.values()]
         unknown = _unknown(processes, records, results)
     labels = labelled.measure(config, progress) if labelled else None
     result = BenchResult(
@@ -209,7 +208,6 @@ def _with_resolved_providers(config: BenchConfig) -> BenchConfig:
 def _start_processes(
     plans: Sequence[BackendPlan],
     targets: Mapping[str, Target],
-    config: BenchConfig,
     left_out: dict[str, str],
     scratch: Path,
     progress: Progress,
@@ -223,9 +221,7 @@ def _start_processes(
         processes: dict[str, BenchmarkProcess] = {}
         for index, plan in enumerate(plans):
             try:
-                process = BenchmarkProcess(
-                    plan, targets[plan.target], config, scratch / f"{index}.log"
-                )
+                process = BenchmarkProcess(plan, targets[plan.target], scratch / f"{index}.log")
             except EngineryError as error:
                 if plan.required:
                     raise
@@ -240,7 +236,7 @@ def _start_processes(
         yield processes
 
 
-def _record(process: BenchmarkProcess, target: Target) -> ContenderRecord:
+def _record(process: BenchmarkProcess) -> ContenderRecord:
     """Return the record of a backend after its last shape."""
     plan, loaded = process.plan, process.loaded
     notes: list[str] = loaded["notes"]
@@ -255,9 +251,6 @@ def _record(process: BenchmarkProcess, target: Target) -> ContenderRecord:
             "device_memory": error.message,
         }
         notes = [*notes, f"peak memory was measured after loading only: {error.message}"]
-    facts = cast("ContenderFacts", dict(memory["facts"]))
-    if plan.kind == ENGINERY:
-        facts["convolutions"] = target.count_convolutions()
     return ContenderRecord(
         name=plan.name,
         kind=plan.kind,
@@ -270,7 +263,7 @@ def _record(process: BenchmarkProcess, target: Target) -> ContenderRecord:
         peak_rss_bytes=memory["peak_rss_bytes"],
         device_memory_bytes=memory.get("device_memory_bytes"),
         device_memory=memory.get("device_memory", ""),
-        facts=facts,
+        facts=cast("ContenderFacts", memory["facts"]),
         notes=notes,
     )
 
@@ -283,7 +276,7 @@ def _unknown(
     """Return what could not be measured -> reason."""
     if not any(on_gpu(process) for process in processes.values()):
         reason = "nothing ran on an NVIDIA GPU"
-        return {"device memory": reason, "energy": reason, "host copies": reason}
+        return {"device memory": reason, "energy": reason}
     hidden = [r.device_memory for r in records if on_gpu(processes[r.name]) and r.device_memory]
     unknown = {"device memory": hidden[0]} if hidden else {}
     return unknown | {quantity: why for case in cases for quantity, why in case.unknown.items()}

@@ -25,8 +25,9 @@ from enginery.core.shapes import Dim, TensorSpec, canonical_dim
 from enginery.reports.benchmark import SubjectRecord
 from enginery.reports.validation import ValidationReport
 from enginery.runtime.onnxruntime.graph_limits import check_allocations
+from enginery.runtime.onnxruntime.session import tensor_spec
 
-_IMAGE_AXES = {
+IMAGE_AXES = {
     "first": ("batch", "channels", "height", "width"),
     "last": ("batch", "height", "width", "channels"),
 }
@@ -87,15 +88,6 @@ class Target:
         if not self.is_onnx_file:
             files |= {"artifact": self.artifact.content_sha256(), "source": source.sha256}
         return combined_sha256(files)
-
-    def count_convolutions(self) -> int | None:
-        """Return the number of convolutions, or None if the package onnx is not installed."""
-        try:
-            import onnx
-        except ImportError:
-            return None
-        graph = onnx.load(str(self.model), load_external_data=False).graph
-        return sum(node.op_type in ("Conv", "ConvTranspose", "FusedConv") for node in graph.node)
 
     def as_json(self) -> SubjectRecord:
         """Return the target's record for the result."""
@@ -205,7 +197,7 @@ def _with_image_dims(spec: TensorSpec) -> TensorSpec:
     if len(spec.dims) != 4:
         return spec
     try:
-        axes = _IMAGE_AXES[image_layout(spec)]
+        axes = IMAGE_AXES[image_layout(spec)]
     except OptionError:
         return spec
     pairs = zip(spec.dims, axes, strict=True)
@@ -213,18 +205,14 @@ def _with_image_dims(spec: TensorSpec) -> TensorSpec:
     return TensorSpec(spec.name, spec.dtype, tuple(dims))
 
 
-_TYPES = {"float": "float32", "double": "float64"}
-
-
 def _spec(value: Any) -> TensorSpec:
-    kind = value.type.removeprefix("tensor(").removesuffix(")")
-    dims: list[Dim] = []
-    for index, dim in enumerate(value.shape):
-        if isinstance(dim, int) and dim > 0:
-            dims.append(dim)
-        else:
-            dims.append(canonical_dim(dim) if isinstance(dim, str) and dim else f"dim{index}")
-    return TensorSpec(value.name, _TYPES.get(kind, kind), tuple(dims))
+    """Return the spec of an `onnxruntime.NodeArg`, with canonical names of the dynamic dims."""
+    spec = tensor_spec(value)
+    dims: list[Dim] = [
+        dim if isinstance(dim, int) else f"dim{index}" if dim == "?" else canonical_dim(dim)
+        for index, dim in enumerate(spec.dims)
+    ]
+    return TensorSpec(spec.name, spec.dtype, tuple(dims))
 
 
 def _precision(record: GraphRecord) -> str:

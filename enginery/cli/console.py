@@ -280,26 +280,3 @@ def _width(cells: Sequence[Any]) -> int:
     from rich.cells import cell_len
 
     return max(cell_len(str(cell)) for cell in cells)
-
-
-def parse_bytes(text: str) -> int:
-    """Parse `20GB`, `512 MiB` or a plain number of bytes.
-
-    Raises:
-        OptionError: the text is not a size.
-    """
-    from enginery.core.errors import OptionError
-
-    units = {"": 1, "B": 1}
-    for power, letter in enumerate("KMGT", start=1):
-        units[f"{letter}B"] = 1000**power
-        units[f"{letter}IB"] = units[letter] = 1024**power
-    digits = text.strip().rstrip("BKMGTIbkmgti ")
-    unit = text.strip()[len(digits) :].strip().upper()
-    try:
-        size_bytes = int(float(digits) * units[unit])
-    except (ValueError, KeyError, OverflowError):  # no number, no such unit, infinity
-        size_bytes = -1
-    if size_bytes < 0:
-        raise OptionError(f"size '{text}': expected a number with B, kB, MB, GB or GiB.")
-    return size_bytes

@@ -65,11 +65,12 @@ def pull(
         Use plain HTTP for an OCI registry.
     """
     from enginery.api import pull_model
+    from enginery.cli.render import artifact_json
 
     console = output.console()
     artifact = pull_model(url, out, variant=variant, insecure=insecure, progress=console)
     manifest = artifact.manifest
-    console.json({"path": str(artifact.path), **manifest.model_dump(mode="json")})
+    console.json(artifact_json(artifact))
     console.line(
         f"wrote {artifact.path}: {manifest.task}, {manifest.describe_precision()}, "
         "every file checked"

@@ -54,11 +54,11 @@ def prune(
         Keep nothing.
     """
     from enginery.cli import render
-    from enginery.cli.console import parse_bytes
     from enginery.core.store.store import Store
     from enginery.core.table import human_bytes
     from enginery.core.temporary import remove_scratch
     from enginery.predict.journal import remove_leftovers
+    from enginery.runtime.providers.options import parse_size
 
     if bool(max_size) == everything:
         number = "both" if everything else "neither"
@@ -67,7 +67,13 @@ def prune(
             do="Give the size to keep, --max-size 20GB, or remove everything with --all.",
         )
     console = output.console()
-    store, max_size_bytes = Store(), 0 if everything else parse_bytes(max_size)
+    try:
+        max_size_bytes = 0 if everything else parse_size(max_size)
+    except ValueError:
+        max_size_bytes = -1
+    if max_size_bytes < 0:
+        raise OptionError(f"option 'max_size': found '{max_size}', expected a size such as 20GB.")
+    store = Store()
     before = store.size_bytes()
     leftovers: list[Path] = []
     removed = store.prune(max_size_bytes=max_size_bytes, on_removed=leftovers.append)

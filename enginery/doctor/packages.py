@@ -6,7 +6,7 @@ Only metadata is read. Nothing is imported, so a broken package cannot break the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from importlib import metadata
 from itertools import groupby
 from pathlib import Path
@@ -15,30 +15,24 @@ from enginery.core.errors import MissingPackageError, OptionError
 from enginery.core.extras import (
     NOT_FOR_USERS,
     ONNXRUNTIME_EXTRAS,
-    PYPROJECT,
     own_requirements,
     requirements,
 )
-from enginery.core.onnxruntime_builds import OnnxRuntimeBuild, installed_onnxruntimes
+from enginery.core.onnxruntime_builds import installed_onnxruntimes
 from enginery.core.python_environment import OWN_ENVIRONMENT, VARIABLE, PythonEnvironment
 from enginery.core.versions import installed_version, other_export_extra
 from enginery.doctor.report import Finding, PackageStatus, absent_extras
-from enginery.runtime.providers.availability import (
-    cuda_major,
-    hidden_remedy,
-    provider_library,
-    reinstall,
-)
-from enginery.runtime.providers.known import TENSORRT
-from enginery.runtime.providers.libraries import needed_libraries
+from enginery.runtime.providers.availability import cuda_major, reinstall
+from enginery.runtime.tensorrt.options import CLASSIC
 
 _GPU_PACKAGE = re.compile(r"^(onnxruntime|tensorrt|nvidia-(cuda-runtime|cudnn|cublas))(-|$)")
+_FOR_CUDA = re.compile(r"^(tensorrt|nvidia-cudnn)-cu(\d+)(-bindings|-libs)?$")
 
 
 def examine_packages() -> tuple[tuple[PackageStatus, ...], tuple[Finding, ...]]:
     """Check every package that enginery requires, and the packages for GPUs."""
     try:
-        import packaging.requirements
+        statuses = [*_own_packages(), *_gpu_packages()]
     except ImportError:
         finding = Finding(
             "error",
@@ -47,14 +41,11 @@ def examine_packages() -> tuple[tuple[PackageStatus, ...], tuple[Finding, ...]]:
             "Install it: pip install packaging",
         )
         return (), (finding,)
-    del packaging
-    statuses = [*_own_packages(), *_gpu_packages()]
     findings = [
         *_missing_or_unfit(statuses),
         *_broken_pins(statuses),
         *_conflicting_onnxruntimes(),
-        *_wrong_tensorrt_version(),
-        *_wrong_cuda_packages(),
+        *_wrong_cuda_packages(statuses),
     ]
     return tuple(statuses), tuple(findings)
 
@@ -135,15 +126,7 @@ def _gpu_packages() -> list[PackageStatus]:
 
 
 def _missing_or_unfit(statuses: list[PackageStatus]) -> Iterator[Finding]:
-    is_installed = bool(installed_version("enginery"))
-    if not is_installed and any(status.requirement for status in statuses):
-        yield Finding(
-            "note",
-            "enginery runs from a checkout and is not installed",
-            f"its requirements were read from {PYPROJECT}",
-            "Nothing needs to be done.",
-        )
-    elif not is_installed:
+    if not any(status.requirement for status in statuses):
         yield Finding(
             "warning",
             "enginery is not installed, so its pins cannot be checked",
@@ -200,65 +183,27 @@ def _broken_pins(statuses: list[PackageStatus]) -> Iterator[Finding]:
 
 
 def _conflicting_onnxruntimes() -> Iterator[Finding]:
-    builds = installed_onnxruntimes()
-    for _, group in groupby(builds, key=lambda build: build.directory):
-        builds_together = tuple(group)
-        names = [build.name for build in builds_together]
+    for _, group in groupby(installed_onnxruntimes(), key=lambda build: build.directory):
+        builds = tuple(group)
+        names = [build.name for build in builds]
         if len(names) > 1:
-            keep = "onnxruntime-gpu" if "onnxruntime-gpu" in names else names[0]
             yield Finding(
                 "error",
                 f"{' and '.join(names)} are installed together",
                 "all of them install the module 'onnxruntime': the last one overwrites the "
-                f"others, and removing any of them breaks the rest ({_listed(builds_together)})",
-                reinstall(keep),
+                "others, and removing any of them breaks the rest "
+                f"({', '.join(map(str, builds))})",
+                reinstall("onnxruntime-gpu" if "onnxruntime-gpu" in names else names[0]),
             )
-    imported = [build for build in builds if build.directory == builds[0].directory]
-    for build in builds[len(imported) :]:
-        is_wanted = build.name == "onnxruntime-gpu" and build.name not in [b.name for b in imported]
-        yield Finding(
-            "warning" if is_wanted else "note",
-            f"{_listed(imported)} hides {build}",
-            f"both have the module 'onnxruntime', and {imported[0].directory} precedes "
-            f"{build.directory} on Python's path",
-            hidden_remedy(build) if is_wanted else "Nothing needs to be done.",
-        )
 
 
-def _listed(builds: Iterable[OnnxRuntimeBuild]) -> str:
-    return ", ".join(map(str, builds))
-
-
-def _wrong_tensorrt_version() -> Iterator[Finding]:
-    """Report a TensorRT of another major version than ONNX Runtime's provider links."""
-    needed = needed_libraries(provider_library(TENSORRT))
-    linked = next((name for name in needed if name.startswith("libnvinfer.so.")), "")
-    if not linked:
-        return
-    major = linked.rpartition(".")[2]
-    families = ("tensorrt", "tensorrt-cu13", "tensorrt-cu12")
-    for name in (
-        f"{family}{suffix}" for family in families for suffix in ("", "-libs", "-bindings")
-    ):
-        version = installed_version(name)
-        if version and version.split(".", maxsplit=1)[0] != major:
-            yield Finding(
-                "error",
-                f"{name} {version} does not fit ONNX Runtime's TensorRT provider",
-                f"the provider links {linked}",
-                f"Run: pip uninstall -y {name} && pip install "
-                f"'tensorrt-cu{cuda_major() or 13}>={major},<{int(major) + 1}'",
-            )
-            return
-
-
-def _wrong_cuda_packages() -> Iterator[Finding]:
+def _wrong_cuda_packages(statuses: list[PackageStatus]) -> Iterator[Finding]:
     """Report packages for another CUDA major version than onnxruntime's."""
     major = cuda_major()
     if not major:
         return
     torch = torch_cuda()
-    if torch and int(torch.split(".", maxsplit=1)[0]) != major:
+    if torch and int(torch.partition(".")[0]) != major:
         yield Finding(
             "warning",
             f"torch is built for CUDA {torch}, onnxruntime for CUDA {major}",
@@ -266,12 +211,18 @@ def _wrong_cuda_packages() -> Iterator[Finding]:
             "that is loaded first",
             f"Install torch for CUDA {major} from PyTorch's own index, or for the CPU.",
         )
-    wrong_cudnn = "nvidia-cudnn-cu12" if major != 12 else "nvidia-cudnn-cu13"
-    right_cudnn = f"nvidia-cudnn-cu{major}"
-    if installed_version(wrong_cudnn) and installed_version(right_cudnn):
+    for status in statuses:
+        match = _FOR_CUDA.match(status.name)
+        if not match or int(match[2]) == major:
+            continue
+        right = f"{match[1]}-cu{major}"
+        if match[1] == "nvidia-cudnn" and not installed_version(right):
+            continue  # that of a torch for this CUDA
+        install = CLASSIC.install if match[1] == "tensorrt" else f"pip install {right}"
         yield Finding(
             "error",
-            f"{wrong_cudnn} and {right_cudnn} are installed together",
-            "both install libcudnn.so.9 into the same folder; the last one overwrites the other",
-            f"Run: pip uninstall -y {wrong_cudnn} {right_cudnn} && pip install {right_cudnn}",
+            f"{status.name} {status.version} is for CUDA {match[2]}, onnxruntime for CUDA {major}",
+            "its libraries have the names of those that ONNX Runtime loads; libraries for two "
+            "versions of CUDA in one process share neither memory nor streams",
+            f"Run: pip uninstall -y {status.name} {right} && {install}",
         )

@@ -12,9 +12,7 @@ from enginery.core.table import NOTHING, Row, Table, fact_rows
 from enginery.runtime.providers.known import (
     AZURE,
     CPU,
-    CUDA,
-    TENSORRT,
-    TENSORRT_RTX,
+    NVIDIA,
     full_name,
     known_provider,
     short_name,
@@ -66,28 +64,17 @@ class ProviderStatus:
     """Status of one execution provider."""
 
     name: str
-    compiled: bool
-    """True if ONNX Runtime was built with it, or its plugin is installed."""
-    missing: tuple[str, ...]
-    """Required libraries that cannot be loaded."""
-    registers: bool
-    """True if a session accepts it."""
-    runs: bool
-    """True if it ran a model of one operation with the correct result."""
+    state: str
+    """`runs`, `fails to run`, `unavailable` (something that it needs is missing) or `not built in`
+    (ONNX Runtime does not have it, and its plugin is not installed)."""
     reason: str
     """Why it does not run, or what does not work although it runs; empty otherwise."""
     remedy: str
 
     @property
-    def state(self) -> str:
-        """Last stage that it reached, in one or two words."""
-        if self.runs:
-            return "runs"
-        if not self.compiled:
-            return "not built in"
-        if self.missing:
-            return "libraries missing"
-        return "fails to run" if self.registers else "cannot register"
+    def runs(self) -> bool:
+        """True if it ran a model of one operation with the correct result."""
+        return self.state == "runs"
 
     @property
     def package(self) -> str:
@@ -106,9 +93,10 @@ class Gpu:
 
     name: str
     compute_capability: str
-    """Such as `8.6`; empty if the driver does not report it."""
+    """Such as `8.6`."""
     memory_total_bytes: int
     memory_free_bytes: int
+    """0 if the driver does not report it."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +111,7 @@ class NvidiaStatus:
     """Why no GPU can be used; empty otherwise."""
     gpus: tuple[Gpu, ...]
     libraries: dict[str, str]
-    """Library -> version, of those that load: CUDA runtime, cuDNN, TensorRT."""
+    """CUDA runtime, cuDNN, TensorRT, TensorRT for RTX -> version, or `not found`."""
     onnxruntime_cuda: str
     """CUDA major version that onnxruntime is built for; empty for a CPU build."""
 
@@ -192,7 +180,7 @@ class DoctorReport:
         """Return the report as JSON values. Sizes are in bytes."""
         plain = asdict(self)
         for values, status in zip(plain["providers"], self.providers, strict=True):
-            values["state"] = status.state
+            values["runs"] = status.runs
             values["short_name"] = short_name(status.name)
             values["package"] = status.package
             values["options"] = list(status.options)
@@ -268,7 +256,7 @@ def _is_for_this_machine(status: ProviderStatus) -> bool:
         return status.runs
     provider = known_provider(status.name)
     installable = bool(provider.package) and not provider.wrong_platform(sys.platform)
-    return status.compiled or installable or status.name in (CPU, CUDA, TENSORRT, TENSORRT_RTX)
+    return status.state != "not built in" or installable or status.name in (CPU, *NVIDIA)
 
 
 def _provider_row(status: ProviderStatus) -> tuple[str, ...]:
@@ -310,9 +298,7 @@ def _nvidia_rows(nvidia: NvidiaStatus, packages: Sequence[PackageStatus]) -> lis
         facts.append(("problem", nvidia.problem))
     for gpu in nvidia.gpus:
         memory = f"{_gib(gpu.memory_free_bytes)} of {_gib(gpu.memory_total_bytes)} free"
-        facts.append(
-            ("GPU", f"{gpu.name}, compute capability {gpu.compute_capability or '?'}, {memory}")
-        )
+        facts.append(("GPU", f"{gpu.name}, compute capability {gpu.compute_capability}, {memory}"))
     facts += list(nvidia.libraries.items())
     has_build = any(p.version for p in packages if p.name.startswith("onnxruntime"))
     none = "none: a CPU build" if has_build else "none: onnxruntime is not installed"

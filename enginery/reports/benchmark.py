@@ -12,15 +12,12 @@ from typing_extensions import TypedDict  # pydantic takes no other before Python
 
 from enginery.core.accuracy import Interval, LabelMetrics
 from enginery.core.artifact.manifest import Count
-from enginery.core.table import NOTHING, Row, Table
+from enginery.core.table import NOTHING, Row, Table, format_number
 from enginery.reports.base import ProviderRecord, Report, named_versions
 from enginery.reports.placement import PlacementRecord, fallback_rows, provider_rows
 from enginery.reports.validation import ErrorUse
-from enginery.runtime.onnxruntime.session import Advice
 from enginery.runtime.providers.known import short_name
 
-_TIMES = ("median", "interval", "mean", "p90", "p99", "first", "inputs/s", "tokens/s", "runs")
-"""Columns of a measurement."""
 _MAX_NAMES = 8
 """Number of copy nodes that are listed by name."""
 
@@ -70,6 +67,13 @@ class Comparison:
         inverse = (1 / self.interval[1], 1 / self.interval[0]) if self.interval else None
         return 1 / self.speedup, inverse
 
+    def words_of(self, contender: str) -> str:
+        """Return the speedup of either contender over the other one, in words."""
+        ratio, interval = self.speedup_of(contender)
+        if contender == self.contender or interval is None:
+            return self.words
+        return describe_ratio(ratio, interval, different=self.different)
+
 
 def is_clear_ratio(ratio: float, interval: Interval | None) -> bool:
     """Return True if a ratio's interval is known and no wider than the ratio itself.
@@ -89,16 +93,30 @@ def format_ratio(ratio: float) -> str:
     return f"{ratio:.2f}x" if ratio >= 0.1 else f"{ratio:.2g}x"
 
 
-def describe_ratio(ratio: float, interval: Interval | None) -> str:
-    """Return a ratio, or its interval if that is wider than the ratio itself.
+def describe_ratio(ratio: float, interval: Interval, *, different: bool) -> str:
+    """Return a speedup with its interval; without the ratio if the interval is wider than it.
 
-    >>> describe_ratio(1.9, (1.7, 2.1)), describe_ratio(1.9, (0.9, 3.0)), describe_ratio(1.9, None)
-    ('1.90x', '0.90x to 3.00x', 'unclear')
+    >>> describe_ratio(1.9, (1.7, 2.1), different=True)
+    '1.90x as fast (1.70x to 2.10x)'
+    >>> describe_ratio(1.9, (0.9, 3.0), different=False)
+    'unclear (0.90x to 3.00x)'
     """
-    if interval is None:
-        return "unclear"
-    low, high = map(format_ratio, interval)
-    return format_ratio(ratio) if is_clear_ratio(ratio, interval) else f"{low} to {high}"
+    if is_clear_ratio(ratio, interval):
+        words = f"{format_ratio(ratio)} as fast" if different else "no difference seen"
+    elif different:
+        words = f"{'faster' if interval[0] > 1 else 'slower'}, unclear by how much"
+    else:
+        words = "unclear"
+    return f"{words} ({format_ratio(interval[0])} to {format_ratio(interval[1])})"
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A ratio that speaks against a choice, and what to do about it."""
+
+    finding: str
+    evidence: str
+    remedy: str
 
 
 @with_config(ConfigDict(extra="allow"))
@@ -110,7 +128,6 @@ class ContenderFacts(TypedDict, total=False):
     """Reason why the placement is unknown."""
     provider_options: dict[str, dict[str, str]]
     profiles: list[str]
-    convolutions: Count | None
     device: str
 
 
@@ -143,18 +160,15 @@ class ContenderRecord:
         return self.kind == "enginery"
 
     @property
+    def device(self) -> str:
+        """Short names of the providers, or PyTorch's device."""
+        providers = ", ".join(short_name(provider["name"]) for provider in self.providers)
+        return providers or str(self.facts.get("device", "cpu"))
+
+    @property
     def placement(self) -> PlacementRecord | None:
         """Providers of the nodes; None if unknown."""
         return self.facts.get("placement")
-
-
-class CopyTimes(TypedDict):
-    """Median times of the parts of a run on a GPU, in milliseconds, and the share of copies."""
-
-    in_ms: float
-    device_ms: float
-    out_ms: float
-    share: float
 
 
 @dataclass(frozen=True)
@@ -172,7 +186,6 @@ class Measurement:
     tokens_per_second: float | None
     """Including padding; None if the inputs are not tokens."""
     joules_per_run: float | None = None
-    copies: CopyTimes | None = None
     notes: list[str] = field(default_factory=list)
     """Peculiarities of this shape: it ran without a CUDA graph."""
 
@@ -377,62 +390,94 @@ class BenchResult(Report):
         """Return the record of one contender; raise KeyError if there is none."""
         return {record.name: record for record in self.contenders}[name]
 
+    def comparisons(self) -> list[tuple[str, Comparison]]:
+        """Return (shape, comparison) of every pair at every shape, such as `1×16`."""
+        compared = [(case.shape, c) for case in self.cases for c in case.comparisons]
+        of_images = self.images.comparisons if self.images else []
+        return compared + [("all images", c) for c in of_images]
+
     def rows(self) -> list[Table | str]:
         """Return the tables and, below them, the lines of text."""
         return [*self.tables(), *self.lines()]
 
     def summary_rows(self) -> list[Table | str]:
         """Return what a reader decides by, in a line for each shape and for each pair."""
-        images = self.images.total_rows() if self.images else []
-        accuracy = self.labels.rows() if self.labels else []
-        tables = (
-            Table("Median latency", self._median_rows()),
-            Table("Accuracy", accuracy),
-            Table("All images", images),
-        )
-        texts = self._compared_lines()
+        tables = [Table("Median latency", self._median_rows()), *self._totals()]
         problems = {name: why for case in self.cases for name, why in case.problems.items()}
-        texts += [f"{name} failed: {why.rstrip('.')}" for name, why in problems.items()]
-        texts += [f"{advice.finding}: {advice.remedy}" for advice in self.advice]
-        texts += [f"{name} was left out: {why.rstrip('.')}" for name, why in self.left_out.items()]
-        texts += [f"note: {note}" for note in self.notes]
+        texts = [
+            *self._compared_lines(),
+            *(f"{name} failed: {why.rstrip('.')}" for name, why in problems.items()),
+            *(f"{advice.finding}: {advice.remedy}" for advice in self.advice),
+            *(f"{name} was left out: {why.rstrip('.')}" for name, why in self.left_out.items()),
+            *(f"note: {note}" for note in self.notes),
+        ]
         return [*(table for table in tables if table.rows), *texts]
 
     def tables(self) -> list[Table]:
-        """Return the tables that have rows."""
-        placements = self._placements()
-        tables = (
-            Table("Latency", self.latency_rows()),
-            Table("Accuracy", self.labels.rows() if self.labels else []),
-            Table("Comparison", self.comparison_rows()),
-            Table("Images", self.images.rows() if self.images else []),
-            Table("All images", self.images.total_rows() if self.images else []),
-            Table("Backends", self.backend_rows()),
-            Table(
-                "Placement",
-                [
-                    {"backend": name, **row}
-                    for name, placement in placements
-                    for row in provider_rows(placement)
-                ],
-            ),
-            Table(
-                "Compute on the CPU",
-                [
-                    {"backend": name, **row}
-                    for name, placement in placements
-                    for row in fallback_rows(placement)
-                ],
-            ),
-            Table("Copies between devices", self._copy_rows()),
-            Table("Padding", self._padding_rows()),
-            Table("Advice", self._advice_rows()),
-            Table(
-                "Left out",
-                [{"backend": name, "reason": why} for name, why in self.left_out.items()],
-            ),
-        )
+        """Return all tables that have rows."""
+        comparison = Table("Comparison", self.comparison_rows())
+        tables = [
+            *self.speed_tables(),
+            comparison,
+            *self._totals(),
+            *self.environment_tables(),
+        ]
         return [table for table in tables if table.rows]
+
+    def _totals(self) -> list[Table]:
+        return [
+            Table("Accuracy", self.labels.rows() if self.labels else []),
+            Table("All images", self.images.total_rows() if self.images else []),
+        ]
+
+    def speed_tables(self) -> list[Table]:
+        """Return the tables of what was measured at each shape, of the padding and the advice."""
+        advice = [
+            {"finding": advice.finding, "evidence": advice.evidence, "do": advice.remedy}
+            for advice in self.advice
+        ]
+        padding = [
+            {
+                "batch": str(padding.batch),
+                "padding in file order": f"{padding.in_order:.0%}",
+                "padding sorted by length": f"{padding.sorted:.0%}",
+            }
+            for padding in self.padding
+        ]
+        return [
+            Table("Latency", self.latency_rows()),
+            Table("Images", self.images.rows() if self.images else []),
+            Table("Padding", padding),
+            Table("Advice", advice),
+        ]
+
+    def environment_tables(self) -> list[Table]:
+        """Return the tables of the backends, and of what runs where in each."""
+        placements = [(r.name, r.placement) for r in self.contenders if r.placement]
+        providers = [
+            {"backend": name, **row} for name, placed in placements for row in provider_rows(placed)
+        ]
+        fallbacks = [
+            {"backend": name, **row} for name, placed in placements for row in fallback_rows(placed)
+        ]
+        copies = [
+            {
+                "backend": name,
+                "copies per run": str(len(nodes)),
+                "nodes": ", ".join(nodes[:_MAX_NAMES])
+                + (f" and {len(nodes) - _MAX_NAMES} more" if len(nodes) > _MAX_NAMES else ""),
+            }
+            for name, placed in placements
+            if (nodes := placed["copies"])
+        ]
+        left_out = [{"backend": name, "reason": why} for name, why in self.left_out.items()]
+        return [
+            Table("Backends", self.backend_rows()),
+            Table("Placement", providers),
+            Table("Compute on the CPU", fallbacks),
+            Table("Copies between devices", copies),
+            Table("Left out", left_out),
+        ]
 
     def lines(self) -> list[str]:
         """Return the machine, the notes and what was not measured, as lines of text."""
@@ -472,8 +517,7 @@ class BenchResult(Report):
     def _compared_lines(self) -> list[str]:
         """Return a line for each pair, with its clear ratios over all shapes."""
         pairs: dict[tuple[str, str], list[Comparison]] = {}
-        of_images = self.images.comparisons if self.images else []
-        for c in (*(c for case in self.cases for c in case.comparisons), *of_images):
+        for _, c in self.comparisons():
             pairs.setdefault((c.contender, c.base), []).append(c)
         busy = "; on a busy machine" if is_overloaded(self.machine) else ""
         lines = []
@@ -489,38 +533,35 @@ class BenchResult(Report):
         return lines
 
     def latency_rows(self) -> list[Row]:
-        """Return a row for each backend at each shape."""
-        rows = []
-        accuracies = self._accuracy_by_backend()
-        for case in self.cases:
-            shape = {case.dims: case.shape}
-            rows += [{**shape, **measurement.row()} for measurement in case.measurements]
-            for name, problem in case.problems.items():
-                blank = dict.fromkeys(_TIMES, NOTHING)
-                rows.append({**shape, "backend": name, **blank, "median": problem})
-        if accuracies:
-            rows = [{**row, "accuracy": accuracies.get(row["backend"], NOTHING)} for row in rows]
-        return rows
+        """Return a row for each backend at each shape.
 
-    def comparison_rows(self, reference: str = "") -> list[Row]:
-        """Return a row for each pair at each shape.
-
-        Args:
-            reference: a backend, for the pairs with it whose ratios are clear; empty for all pairs.
+        Of the backends, the accuracy is that of enginery's runner; the others were only timed.
         """
-        shaped = [(case.shape, c) for case in self.cases for c in case.comparisons]
-        shaped += [("all", c) for c in self.images.comparisons] if self.images else []
-        if reference:
-            shaped = [
-                (shape, c)
-                for shape, c in shaped
-                if reference in (c.contender, c.base) and is_clear_ratio(c.speedup, c.interval)
-            ]
+        accuracies = {a.name: a.describe() for a in self.labels.accuracies} if self.labels else {}
+        subjects = {record.name: record.subject for record in self.contenders if record.is_enginery}
+        has_energy = any(m.joules_per_run for case in self.cases for m in case.measurements)
+        rows = []
+        for case in self.cases:
+            for measurement in case.measurements:
+                row = {case.dims: case.shape, **measurement.row()}
+                if has_energy:
+                    row["J/run"] = format_number(measurement.joules_per_run, ".3g")
+                if accuracies:
+                    subject = subjects.get(measurement.contender, "")
+                    row["accuracy"] = accuracies.get(subject, NOTHING)
+                rows.append(row)
+            for name, problem in case.problems.items():
+                rows.append({case.dims: case.shape, "backend": name, "median": problem})
+        columns = list(rows[0]) if rows else []
+        return [{column: row.get(column, NOTHING) for column in columns} for row in rows]
+
+    def comparison_rows(self) -> list[Row]:
+        """Return a row for each pair at each shape."""
         head = self.cases[0].dims if self.cases else "images"
         busy = "; on a busy machine" if is_overloaded(self.machine) else ""
         return [
             {head: shape, "backend": c.contender, "compared with": c.base, "result": c.words + busy}
-            for shape, c in shaped
+            for shape, c in self.comparisons()
         ]
 
     def backend_rows(self) -> list[Row]:
@@ -529,8 +570,7 @@ class BenchResult(Report):
             {
                 "backend": record.name,
                 "runs": record.label,
-                "on": ", ".join(short_name(p["name"]) for p in record.providers)
-                or str(record.facts.get("device", NOTHING)),
+                "on": record.device,
                 "reason": record.providers[0]["reason"] if record.providers else NOTHING,
                 "load": f"{record.load_seconds:.1f} s",
                 "peak memory": f"{record.peak_rss_bytes / 1e6:,.0f} MB",
@@ -541,55 +581,6 @@ class BenchResult(Report):
             }
             for record in self.contenders
         ]
-
-    def _copy_rows(self) -> list[Row]:
-        """Return a row for each backend with Memcpy nodes."""
-        return [
-            {
-                "backend": name,
-                "copies per run": str(len(copies)),
-                "nodes": ", ".join(copies[:_MAX_NAMES])
-                + (f" and {len(copies) - _MAX_NAMES} more" if len(copies) > _MAX_NAMES else ""),
-            }
-            for name, placed in self._placements()
-            if (copies := placed["copies"])
-        ]
-
-    def _padding_rows(self) -> list[Row]:
-        """Return a row for each batch size."""
-        return [
-            {
-                "batch": str(padding.batch),
-                "padding in file order": f"{padding.in_order:.0%}",
-                "padding sorted by length": f"{padding.sorted:.0%}",
-            }
-            for padding in self.padding
-        ]
-
-    def _advice_rows(self) -> list[Row]:
-        """Return a row for each advice."""
-        return [
-            {"finding": advice.finding, "evidence": advice.evidence, "do": advice.remedy}
-            for advice in self.advice
-        ]
-
-    def _accuracy_by_backend(self) -> dict[str, str]:
-        """Return the accuracy of each artifact in enginery's runner; empty without labels.
-
-        The other backends were only timed.
-        """
-        if self.labels is None:
-            return {}
-        by_subject = {accuracy.name: accuracy.describe() for accuracy in self.labels.accuracies}
-        return {
-            record.name: by_subject[record.subject]
-            for record in self.contenders
-            if record.is_enginery and record.subject in by_subject
-        }
-
-    def _placements(self) -> list[tuple[str, PlacementRecord]]:
-        """Return (backend, placement) for the backends with a known placement."""
-        return [(record.name, record.placement) for record in self.contenders if record.placement]
 
 
 def is_overloaded(machine: Mapping[str, Any]) -> bool:

@@ -84,14 +84,13 @@ def make_backend_record(name, *, kind="", subject="model", provider=CPU, **facts
     )
 
 
-def make_case(sizes, times_ms, *, pairs=(), copies=None, rounds=10):
+def make_case(sizes, times_ms, *, pairs=(), rounds=10):
     """Return the result of a shape.
 
     Args:
         sizes: dim -> size.
         times_ms: backend -> time of every run.
         pairs: (backend, base) to compare.
-        copies: backend -> copy times.
         rounds: number of rounds.
     """
     turns = {name: [[time] * 2] * rounds for name, time in times_ms.items()}
@@ -105,7 +104,6 @@ def make_case(sizes, times_ms, *, pairs=(), copies=None, rounds=10):
             latency=latency(turns[name]),
             inputs_per_second=1e3 * rows / time,
             tokens_per_second=None,
-            copies=(copies or {}).get(name),
         )
         for name, time in times_ms.items()
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ import pytest
 from enginery.bench import stage
 from enginery.bench.backends import backend
 from enginery.bench.backends import plan as plan_module
-from enginery.bench.backends.backend import EngineryBackend, LoadOptions, OrtSessionBackend
+from enginery.bench.backends.backend import BackendPlan, EngineryBackend, OrtSessionBackend
 from enginery.bench.backends.plan import plan_backends
 from enginery.bench.config import BenchConfig
 from enginery.bench.stage import run
@@ -51,7 +51,7 @@ def plans_of(target, **options):
 
 
 def json_round_trip(plan):
-    return json.loads(json.dumps(plan.as_json()))
+    return BackendPlan.from_json(json.loads(json.dumps(asdict(plan))))
 
 
 def test_plans_have_the_providers_with_their_options(bert):
@@ -63,8 +63,9 @@ def test_plans_have_the_providers_with_their_options(bert):
     )
     for kind in ("enginery", "onnxruntime", "optimum"):
         plan = json_round_trip(plans[kind])
-        assert backend.plan_providers(plan) == parse_providers(CUDA)
-        assert (plan["io_binding"], plan["cuda_graph"]) == (True, True)
+        assert plan == plans[kind]
+        assert plan.providers == parse_providers(CUDA)
+        assert (plan.io_binding, plan.cuda_graph) == (True, True)
     # PyTorch runs on the same GPU. The CPU backend has neither options nor CUDA graphs.
     assert {plans[kind].device for kind in ("pytorch", "pytorch-fp16")} == {"cuda:1"}
     on_cpu = plans["enginery-cpu"]
@@ -133,7 +134,7 @@ def test_runner_and_plain_session_get_the_same_providers(detector, monkeypatch):
     plans = plans_of(detector, providers=CUDA, cuda_graph=True)
     record = detector.record
     ours = json_round_trip(plans["enginery"])
-    runner = EngineryBackend(detector.artifact, record, ours, LoadOptions())
+    runner = EngineryBackend(detector.artifact, record, ours)
     assert given["providers"] == parse_providers(CUDA)
     assert given["buckets"] == 8
     # A shape for which no CUDA graph was left has a note.
@@ -144,7 +145,6 @@ def test_runner_and_plain_session_get_the_same_providers(detector, monkeypatch):
         detector.artifact,
         record,
         json_round_trip(plans["onnxruntime"]),
-        LoadOptions(),
     )
     assert given["specs"] == parse_providers(CUDA)
     options = {"gpu_mem_limit": "2147483648", "device_id": "1"}
@@ -155,7 +155,7 @@ def test_runner_and_plain_session_get_the_same_providers(detector, monkeypatch):
 
 def test_plain_session_shrinks_the_arena_after_each_run(detector):
     plan = json_round_trip(plans_of(detector, shrink_arena=True)["onnxruntime"])
-    bare = OrtSessionBackend(detector.artifact, detector.record, plan, LoadOptions())
+    bare = OrtSessionBackend(detector.artifact, detector.record, plan)
     (session,), entries = bare._sessions, []
 
     class Recorded:
@@ -188,18 +188,14 @@ def test_optimum_gets_the_provider_options(bert, monkeypatch):
             return cls()
 
     monkeypatch.setattr(optimum_ort, "ORTModelForFeatureExtraction", Model)
-    cuda = {"providers": [asdict(spec) for spec in parse_providers(CUDA)]}
-    model = frameworks.OptimumBackend(
-        bert.artifact, bert.record, {**cuda, "io_binding": False}, LoadOptions()
-    )
+    plan = plans_of(bert, providers=CUDA, io_binding=False)["optimum"]
+    model = frameworks.OptimumBackend(bert.artifact, bert.record, plan)
     assert given["provider"] == "CUDAExecutionProvider"
     assert given["provider_options"] == {"gpu_mem_limit": "2147483648", "device_id": "1"}
     assert given["use_io_binding"] is False
     assert model.notes == ["IOBinding off, as requested"]
     assert [found["options"] for found in model.providers] == [given["provider_options"], {}]
-    frameworks.OptimumBackend(
-        bert.artifact, bert.record, {**cuda, "io_binding": True}, LoadOptions()
-    )
+    frameworks.OptimumBackend(bert.artifact, bert.record, replace(plan, io_binding=True))
     assert given["use_io_binding"] is None
 
 

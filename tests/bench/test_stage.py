@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 
-import psutil
 import pytest
 
 from enginery import load_model
@@ -63,9 +62,9 @@ def test_backends_run_and_the_artifact_keeps_the_result(bert):
     by_name = {record.name: record for record in result.contenders}
     assert by_name["pytorch"].peak_rss_bytes > 1.5 * by_name["enginery"].peak_rss_bytes
     assert by_name["pytorch"].notes[0].startswith("attention: sdpa")
-    assert set(result.unknown) == {"device memory", "energy", "host copies"}
+    assert set(result.unknown) == {"device memory", "energy"}
     assert all(found.joules_per_run is None for found in result.cases[0].measurements)
-    assert any("host copies: nothing ran on an NVIDIA GPU" in line for line in result.lines())
+    assert any("energy: nothing ran on an NVIDIA GPU" in line for line in result.lines())
     placed = by_name["enginery"].facts["placement"]
     (part,) = placed["providers"]
     assert (placed["head"], part["name"]) == ("CPUExecutionProvider",) * 2
@@ -107,19 +106,12 @@ def test_backend_that_fails_to_start_is_an_error_if_named_and_left_out_by_auto(b
 
 
 @pytest.mark.slow
-def test_advice_on_threads_and_padding(bert, tmp_path):
+def test_padding_of_texts(bert, tmp_path):
     texts = tmp_path / "texts.txt"
     texts.write_text("\n".join(["warm", "the engine is warm and the pump runs again " * 4] * 8))
-    cores = psutil.cpu_count(logical=False)
-    result = bench(
-        bert, batch="1,8", sequence="8", against="none", threads=cores + 1, data=str(texts)
-    )
-    rules = {advice.rule: advice for advice in result.advice}
-    assert set(rules) == {"padding", "threads"}
-    assert rules["threads"].evidence == f"{cores + 1} threads on {cores} cores"
+    result = bench(bert, batch="1,8", sequence="8", against="none", data=str(texts))
     assert [padding.batch for padding in result.padding] == [1, 8]
     assert result.padding[1].in_order > 0.3 > result.padding[1].sorted
-    assert "Advice" in rows_by_title(result)
 
 
 @pytest.mark.more
@@ -138,7 +130,6 @@ def test_onnx_file_on_images_of_several_sizes(tmp_path):
     for name, total in images.totals.items():
         assert images.first_total_ms[name] == sum(image.first_ms[name] for image in images.images)
         assert total.rounds == images.passes
-    assert result.contender("enginery").facts["convolutions"] == 2
     assert result.contender("onnxruntime").facts["provider_options"]["CPUExecutionProvider"] == {}
     found = rows_by_title(result)
     assert [row["image"] for row in found["Images"]] == ["0.png", "1.png", "2.png"]
@@ -202,7 +193,7 @@ def test_crash_of_an_optional_backend_is_reported_and_the_others_continue(
         if self.plan.kind == "onnxruntime" and command == "turn":
             turns.append(values)
             if len(turns) == 2:
-                self.worker._process.kill()
+                self._process.kill()
         return real(self, command, **values)
 
     monkeypatch.setattr(BenchmarkProcess, "request", request)

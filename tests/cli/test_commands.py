@@ -424,15 +424,17 @@ def test_providers_are_named_alike(cli, artifact, tmp_path, command):
 
 
 def test_doctor_says_no_with_status_1_and_one_document(cli, monkeypatch):
+    from enginery.core.errors import ProviderError
     from enginery.doctor import stage
-    from enginery.doctor.subprocess_probe import ProbeResult
 
-    dead = ProbeResult(reason="the process died of SIGSEGV")
-    monkeypatch.setattr(stage, "run_probe", lambda words, timeout_seconds: dead)
+    def crash(*words, timeout_seconds):
+        raise ProviderError("the process crashed with signal 11")
+
+    monkeypatch.setattr(stage, "run_probe", crash)
     status, out, err = cli("doctor", "--require", "cpu", "--json")
     assert status == 1
     assert json.loads(out)["machine"]
-    assert "SIGSEGV" in err
+    assert "crashed with signal 11" in err
 
 
 # Store and inspect

@@ -5,12 +5,12 @@ import sys
 import pytest
 
 from enginery.core import extras
+from enginery.core.onnxruntime_builds import installed_onnxruntimes
 from enginery.core.python_environment import VARIABLE
 from enginery.core.versions import installed_version
 from enginery.doctor import packages
 from enginery.doctor.packages import examine_exporter, examine_packages, torch_cuda
 from enginery.doctor.report import PackageStatus, absent_extras
-from enginery.runtime.providers.availability import installed_onnxruntimes
 from tests.environments import linked_environment
 
 
@@ -57,28 +57,15 @@ def test_openvino_and_directml_builds_conflict_as_well(site):
     assert "onnxruntime-openvino" in finding.problem
 
 
-@pytest.mark.more
-def test_build_in_another_directory_is_hidden_and_no_error(site, tmp_path, monkeypatch):
+def test_builds_in_two_directories_do_not_overwrite_each_other(site, tmp_path, monkeypatch):
     site("onnxruntime-gpu", "1.31.1")
     image = tmp_path / "image"
     (image / "onnxruntime-1.30.0.dist-info").mkdir(parents=True)
     (image / "onnxruntime-1.30.0.dist-info" / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: onnxruntime\nVersion: 1.30.0\n"
     )
-    # Behind the wheels of the project, as on a machine whose image has the CPU's build.
     monkeypatch.setattr(sys, "path", [*sys.path, str(image)])
     assert not findings("installed together")
-    (finding,) = findings("hides onnxruntime 1.30.0")
-    assert (finding.severity, finding.problem) == (
-        "note",
-        "onnxruntime-gpu 1.31.1 hides onnxruntime 1.30.0",
-    )
-    assert f"{tmp_path} precedes {image}" in finding.evidence
-    # In front of them it hides the build with CUDA.
-    monkeypatch.setattr(sys, "path", [str(image), *sys.path])
-    (hidden,) = [f for f in findings("onnxruntime 1.30.0 hides") if str(tmp_path) in f.remedy]
-    assert hidden.severity == "warning"
-    assert hidden.remedy.startswith(f"Put {tmp_path} first on PYTHONPATH")
 
 
 def test_packages_with_other_modules_do_not_conflict(site):
@@ -230,11 +217,10 @@ def test_a_missing_package_of_the_bare_install_is_an_error(site):
 def uninstalled(monkeypatch, tmp_path):
     """Hide enginery's metadata; return the file from which a checkout's requirements are read."""
     version = extras.installed_version
-    for module in (extras, packages):
-        monkeypatch.setattr(
-            module, "installed_version", lambda name: "" if name == "enginery" else version(name)
-        )
-        monkeypatch.setattr(module, "PYPROJECT", tmp_path / "pyproject.toml")
+    monkeypatch.setattr(
+        extras, "installed_version", lambda name: "" if name == "enginery" else version(name)
+    )
+    monkeypatch.setattr(extras, "PYPROJECT", tmp_path / "pyproject.toml")
     return tmp_path / "pyproject.toml"
 
 
@@ -253,7 +239,6 @@ def test_requirements_of_a_checkout_that_is_not_installed_are_checked(site, unin
         PackageStatus("torch", "2.11.0", "<2.14,>=2.9", "export", fits=True),
     ]
     assert [finding.problem for finding in found if "enginery" in finding.problem] == [
-        "enginery runs from a checkout and is not installed",
         "enginery needs gone-base>=3",
     ]
 
@@ -264,21 +249,6 @@ def test_without_metadata_or_a_checkout_pins_cannot_be_checked(uninstalled, text
         uninstalled.write_text(text)
     (finding,) = findings("so its pins cannot be checked")
     assert finding.severity == "warning"
-
-
-def test_tensorrt_11_with_a_provider_that_links_10_is_an_error(site, monkeypatch):
-    monkeypatch.setattr(packages, "needed_libraries", lambda path: ["libnvinfer.so.10"])
-    site("tensorrt", "11.4.0.106")
-    (finding,) = findings("tensorrt 11.4.0.106 does not fit")
-    assert finding.evidence == "the provider links libnvinfer.so.10"
-    assert "'tensorrt-cu13>=10,<11'" in finding.remedy
-
-
-def test_tensorrt_of_the_linked_version_is_accepted(site, monkeypatch):
-    monkeypatch.setattr(packages, "needed_libraries", lambda path: ["libnvinfer.so.10"])
-    site("tensorrt-cu13", "10.16.0")
-    assert not findings("does not fit")
-    assert "tensorrt-cu13" in [status.name for status in examine_packages()[0]]
 
 
 @pytest.mark.parametrize(("line", "cuda"), [("'12.8'", "12.8"), ("None", "")])
@@ -305,12 +275,24 @@ def test_torch_for_another_cuda_than_onnxruntimes_is_a_warning(monkeypatch):
     assert not findings("torch is built for")
 
 
-def test_two_cudnn_packages_in_one_folder_are_an_error(site, monkeypatch):
+@pytest.mark.parametrize(
+    ("package", "remedy"),
+    [
+        ("tensorrt-cu12-libs", "pip install 'tensorrt-cu13>=10,<11'"),
+        ("nvidia-cudnn-cu12", "pip install nvidia-cudnn-cu13"),
+    ],
+)
+def test_libraries_for_another_cuda_than_onnxruntimes_are_an_error(
+    site, monkeypatch, package, remedy
+):
     monkeypatch.setattr(packages, "cuda_major", lambda: 13)
-    site("nvidia-cudnn-cu12", "9.10.2.21")
-    site("nvidia-cudnn-cu13", "9.17.0.29")
-    (finding,) = findings("nvidia-cudnn-cu12 and nvidia-cudnn-cu13 are installed together")
-    assert "libcudnn.so.9" in finding.evidence
+    site(package, "9.10")
+    if package == "nvidia-cudnn-cu12":
+        assert not findings("is for CUDA 12"), "torch for CUDA 12 brings its own"
+    site("nvidia-cudnn-cu13", "9.17")
+    (finding,) = findings(f"{package} 9.10 is for CUDA 12, onnxruntime for CUDA 13")
+    assert finding.severity == "error"
+    assert finding.remedy.endswith(remedy)
 
 
 def test_missing_packaging_is_an_error(monkeypatch):

@@ -1,31 +1,31 @@
 """The examination of this machine, and findings for simulated ones."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
 from enginery.core.errors import CheckFailedError, ProviderError
 from enginery.doctor import stage
 from enginery.doctor.config import DoctorConfig
-from enginery.doctor.machine import machine_findings
 from enginery.doctor.report import Gpu, NvidiaStatus, PackageStatus, ProviderStatus
 from enginery.doctor.stage import (
-    absent_statuses,
     examine,
+    examine_machine,
+    free_bytes,
+    gpu_findings,
+    machine_findings,
     provider_findings,
-    provider_status,
 )
-from enginery.doctor.subprocess_probe import ProbeResult
 from enginery.runtime.providers.gpus import cuda_driver
-from enginery.runtime.providers.known import CPU, CUDA, KNOWN_PROVIDERS, TENSORRT, TENSORRT_RTX
+from enginery.runtime.providers.known import CPU, CUDA, KNOWN_PROVIDERS, TENSORRT
 
 GIB = 1 << 30
 WITH_GPU = NvidiaStatus("580.65.06", "13.0", "", (Gpu("NVIDIA L4", "8.9", 0, 0),), {}, "13")
 WITHOUT = replace(WITH_GPU, driver="", problem="there is no NVIDIA driver", gpus=())
-LOST = ProviderStatus(
-    CUDA, True, ("libcublas.so.13",), False, False, "libcublas.so.13 was not found", "pip install"
-)
+LOST = ProviderStatus(CUDA, "unavailable", "libcublas.so.13 was not found", "pip install")
+RUNS = [ProviderStatus(name, "runs", "", "") for name in (CPU, CUDA)]
+MACHINE = examine_machine()
 
 
 @pytest.fixture(scope="module")
@@ -33,28 +33,28 @@ def report():
     return examine(DoctorConfig())
 
 
-@pytest.mark.more
-def test_this_machine_runs_the_cpu_provider(report):
+def test_examination_of_this_machine(report):
     assert report.runs("cpu")
     report.require("CPUExecutionProvider")
-    assert {CPU, CUDA, TENSORRT, TENSORRT_RTX} <= {status.name for status in report.providers}
-
-
-def test_the_report_is_plain_json(report):
+    assert [status.name for status in report.providers] == [row.name for row in KNOWN_PROVIDERS]
     plain = json.loads(json.dumps(report.as_json()))
-    states = {provider["name"]: provider["state"] for provider in plain["providers"]}
-    assert states[CPU] == "runs"
+    providers = {provider["short_name"]: provider for provider in plain["providers"]}
+    assert providers["cpu"]["state"] == "runs"
+    assert providers["openvino"]["package"] == "onnxruntime-openvino"
+    assert "gpu_mem_limit" in providers["cuda"]["options"]
+    for provider in providers.values():
+        assert provider["runs"] or (provider["reason"] and provider["remedy"])
     assert plain["machine"]["memory_total_bytes"] > 0
     assert {package["name"] for package in plain["packages"]} >= {"numpy", "onnxruntime-gpu"}
-
-
-def test_the_tables_are_rectangular_text(report):
-    titles = [table.title for table in report.tables()]
-    assert titles == ["Machine", "NVIDIA", "Packages", "Execution providers", "Findings"]
+    order = [["error", "warning", "note"].index(finding.severity) for finding in report.findings]
+    assert order == sorted(order)
     for table in report.tables():
         for row in table.rows:
             assert list(row) == list(table.rows[0])
             assert all(isinstance(cell, str) for cell in row.values())
+    rows = {row[0].split(" (")[0]: row for row in table_rows(report, "Execution providers")}
+    assert rows["cuda"][2:4] == ("onnxruntime-gpu", "23 checked")
+    assert rows["cpu"][1:4] == ("runs", "onnxruntime", "1 checked")
 
 
 @pytest.mark.skipif(not cuda_driver().problem, reason="this machine has an NVIDIA driver")
@@ -67,19 +67,9 @@ def test_without_a_gpu_only_a_required_cuda_is_an_error(report):
     # Where PyTorch's CUDA build is installed, its libraries are there and only the driver is not.
     if "libcublas.so.13" in caught.value.message:
         assert "pip install 'onnxruntime-gpu[cuda,cudnn]" in caught.value.do
-    problems = [f.problem for f in report.findings if f.severity == "note"]
-    assert "no GPU can be used; models run on the CPU" in problems
-    assert not [f for f in report.findings if "cuda does not run" in f.problem]
-
-
-@pytest.mark.more
-def test_a_required_provider_is_examined_and_its_absence_is_an_error():
-    report = examine(DoctorConfig(require="openvino"))
-    with pytest.raises(CheckFailedError, match="openvino does not run on this machine"):
-        report.require("openvino")
-    assert "openvino does not run: not built in" in [
-        finding.problem for finding in report.findings if finding.severity == "error"
-    ]
+    notes = [finding.problem for finding in report.findings if finding.severity == "note"]
+    assert "no GPU can be used; models run on the CPU" in notes
+    assert not [finding for finding in report.findings if "cuda does not run" in finding.problem]
 
 
 def test_unknown_required_provider_is_an_error_before_the_examination(monkeypatch):
@@ -93,55 +83,137 @@ def test_a_provider_that_was_not_examined_cannot_be_required(report):
         replace(report, providers=()).require("rocm")
 
 
-@pytest.mark.parametrize(
-    ("changes", "state"),
-    [
-        ({}, "libraries missing"),
-        ({"compiled": False}, "not built in"),
-        ({"missing": ()}, "cannot register"),
-        ({"missing": (), "registers": True}, "fails to run"),
-        ({"missing": (), "registers": True, "runs": True}, "runs"),
-    ],
-)
-def test_state_is_the_last_stage_reached(changes, state):
-    assert replace(LOST, **changes).state == state
+def test_a_crashed_probe_is_the_reason(monkeypatch):
+    def crash(*words, timeout_seconds):
+        raise ProviderError("the process crashed with signal 11")
+
+    monkeypatch.setattr(stage, "run_probe", crash)
+    report = examine(DoctorConfig())
+    assert report.nvidia.problem == "the process crashed with signal 11"
+    assert {(s.state, s.reason) for s in report.providers} == {
+        ("fails to run", "the process crashed with signal 11")
+    }
 
 
-def test_a_provider_that_kills_its_process_is_reported():
-    status = provider_status(
-        CUDA, ProbeResult(reason="the process died of SIGSEGV", log="bad driver")
-    )
-    assert (status.runs, status.reason) == (False, "the process died of SIGSEGV (bad driver)")
+# GPUs
 
 
-def test_log_has_the_reason_why_a_provider_is_missing():
-    values = asdict(replace(LOST, missing=(), reason="left out", remedy=""))
-    assert provider_status(CUDA, ProbeResult(values, log="CUDA failure 803")).reason == (
-        "left out: CUDA failure 803"
-    )
+def only(status, **options):
+    (finding,) = gpu_findings(status, **{"cpu_runs": True, **options})
+    return finding
 
 
-def test_with_a_gpu_a_cuda_that_does_not_run_is_an_error():
-    (finding,) = provider_findings([LOST], WITH_GPU, "")
-    assert (finding.severity, finding.evidence) == ("error", "libcublas.so.13 was not found")
-    assert list(provider_findings([LOST], WITHOUT, "")) == []
+def test_working_gpu_has_no_findings(monkeypatch):
+    assert list(gpu_findings(WITH_GPU, cpu_runs=True)) == []
+
+
+def test_missing_driver_is_a_note():
+    finding = only(WITHOUT)
+    assert (finding.severity, finding.evidence) == ("note", "there is no NVIDIA driver")
+    assert finding.problem == "no GPU can be used; models run on the CPU"
+    assert only(WITHOUT, cpu_runs=False).problem == "no GPU can be used"
+
+
+def test_a_driver_without_a_gpu_is_an_error():
+    finding = only(replace(WITH_GPU, gpus=(), problem="the NVIDIA driver sees no GPU"))
+    assert (finding.severity, finding.evidence) == ("error", "the NVIDIA driver sees no GPU")
+    assert "CUDA_VISIBLE_DEVICES" in finding.remedy
+
+
+def test_a_gpu_before_turing_is_too_old_for_cuda_13():
+    old = replace(WITH_GPU, gpus=(Gpu("Tesla V100", "7.0", 16 * GIB, 15 * GIB),))
+    assert only(old).problem.startswith("Tesla V100 is not supported by CUDA 13")
+    assert list(gpu_findings(replace(old, onnxruntime_cuda="12"), cpu_runs=True))[:-1] == []
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_gpu_without_tensorrt_rtx_support_is_a_note_with_a_remedy(monkeypatch, is_installed):
+    monkeypatch.setattr(stage, "has_tensorrt", lambda flavor: is_installed)
+    hopper = replace(WITH_GPU, gpus=(Gpu("NVIDIA H200", "9.0", 0, 0),))
+    findings = list(gpu_findings(hopper, cpu_runs=True))
+    assert len(findings) == is_installed
+    for finding in findings:
+        assert finding.severity == "note"
+        assert finding.evidence.startswith("NVIDIA H200 has compute capability 9.0, but TensorRT")
+        assert "--flavor tensorrt (pip install 'tensorrt-cu13>=10,<11')" in finding.remedy
+
+
+# Providers
+
+
+def found(*, providers=(RUNS[0], LOST), nvidia=WITHOUT, required="", variable=""):
+    environment = {"ENGINERY_PROVIDERS": variable} if variable else {}
+    return list(provider_findings(providers, nvidia, required, environment))
+
+
+def test_cuda_that_does_not_run_is_an_error_with_a_gpu():
+    assert found() == []
+    (finding,) = found(nvidia=WITH_GPU)
+    assert (finding.severity, finding.problem) == ("error", "cuda does not run: unavailable")
+    assert (finding.evidence, finding.remedy) == ("libcublas.so.13 was not found", "pip install")
 
 
 def test_tensorrt_that_is_not_installed_is_a_note_unless_it_is_required():
     lost = replace(LOST, name=TENSORRT)
-    assert [f.severity for f in provider_findings([lost], WITH_GPU, "")] == ["note"]
-    assert [f.severity for f in provider_findings([lost], WITH_GPU, TENSORRT)] == ["error"]
+    for required, severities in (("", ["note"]), (TENSORRT, ["error"])):
+        findings = found(
+            providers=(*RUNS, lost), nvidia=WITH_GPU, required=required, variable="cuda"
+        )
+        assert [finding.severity for finding in findings] == severities
+    absent = replace(lost, state="not built in")
+    assert found(providers=(*RUNS, absent), nvidia=WITH_GPU, variable="cuda") == []
 
 
 def test_provider_that_runs_with_limitations_is_a_warning():
-    runs = replace(LOST, missing=(), registers=True, runs=True, reason="no convolutions", remedy="")
-    (finding,) = provider_findings([runs], WITH_GPU, "")
+    limited = replace(RUNS[1], reason="no convolutions")
+    (finding,) = found(providers=(RUNS[0], limited))
     assert (finding.severity, finding.evidence) == ("warning", "no convolutions")
 
 
-def test_little_disk_and_memory_are_warnings(report):
+def test_gpu_that_no_setting_names_is_noted():
+    (finding,) = found(nvidia=WITH_GPU, providers=RUNS)
+    assert finding.severity == "note"
+    assert finding.evidence == "NVIDIA L4, which cuda can use; ENGINERY_PROVIDERS is not set"
+    assert finding.remedy == "Set ENGINERY_PROVIDERS=cuda, or pass --providers cuda."
+    (finding,) = found(nvidia=WITH_GPU, providers=RUNS, variable="cpu,cuda")
+    assert finding.evidence.endswith("ENGINERY_PROVIDERS is cpu,cuda")
+    assert found(nvidia=WITH_GPU, providers=RUNS, variable="cuda,cpu") == []
+
+
+@pytest.mark.parametrize("names", [{"required": CUDA}, {"variable": "cuda,cpu"}])
+def test_a_named_provider_that_does_not_run_here_is_an_error(names):
+    (finding,) = found(**names)
+    assert (finding.severity, finding.problem) == ("error", "cuda does not run: unavailable")
+    assert (finding.evidence, finding.remedy) == ("libcublas.so.13 was not found", "pip install")
+
+
+@pytest.mark.parametrize(
+    ("text", "evidence"),
+    [
+        ("cudaa", "unknown execution provider 'cudaa'; did you mean 'cuda'?"),
+        ("cuda; cuda.gpu_mem_limit=much", "option 'gpu_mem_limit' for cuda: found 'much'"),
+    ],
+)
+def test_a_variable_that_cannot_be_read_is_an_error(text, evidence):
+    (finding,) = found(variable=text)
+    assert (finding.severity, finding.problem) == ("error", "ENGINERY_PROVIDERS cannot be used")
+    assert finding.evidence.startswith(evidence)
+    assert finding.remedy
+
+
+# The machine
+
+
+def test_this_machine_has_a_processor_memory_and_disk(tmp_path):
+    assert MACHINE.cpu
+    assert MACHINE.usable_cpus >= 1
+    assert 0 < MACHINE.memory_available_bytes <= MACHINE.memory_total_bytes
+    assert free_bytes(tmp_path / "not" / "yet") == pytest.approx(free_bytes(tmp_path), rel=0.05)
+
+
+def test_little_disk_and_memory_are_warnings():
     plenty = replace(
-        report.machine,
+        MACHINE,
         store_free_bytes=100 * GIB,
         temporary_free_bytes=100 * GIB,
         memory_available_bytes=16 * GIB,
@@ -156,31 +228,14 @@ def test_little_disk_and_memory_are_warnings(report):
     assert list(machine_findings(replace(plenty, memory_available_bytes=0))) == []
 
 
-def test_store_that_is_not_writable_is_an_error(report, monkeypatch):
+def test_store_that_is_not_writable_is_an_error(monkeypatch):
     monkeypatch.setattr(stage.os, "access", lambda path, mode: False)
-    finding = next(iter(machine_findings(report.machine)))
+    finding = next(iter(machine_findings(MACHINE)))
     assert (finding.severity, finding.problem) == ("error", "the store is not writable")
     assert "ENGINERY_HOME" in finding.remedy
 
 
-def test_findings_are_ordered_by_severity(report):
-    order = ["error", "warning", "note"]
-    found = [order.index(finding.severity) for finding in report.findings]
-    assert found == sorted(found)
-
-
-@pytest.mark.more
-def test_the_doctor_has_a_row_for_every_provider_with_what_brings_it():
-    report = examine(DoctorConfig())
-    assert {status.name for status in report.providers} == {row.name for row in KNOWN_PROVIDERS}
-    plain = {provider["short_name"]: provider for provider in report.as_json()["providers"]}
-    assert plain["openvino"]["package"] == "onnxruntime-openvino"
-    assert "gpu_mem_limit" in plain["cuda"]["options"]
-    for provider in plain.values():
-        assert provider["state"] == "runs" or (provider["reason"] and provider["remedy"])
-    rows = {row[0].split(" (")[0]: row for row in table_rows(report, "Execution providers")}
-    assert rows["cuda"][2:4] == ("onnxruntime-gpu", "23 checked")
-    assert rows["cpu"][1:4] == ("runs", "onnxruntime", "1 checked")
+# Tables
 
 
 @pytest.mark.parametrize(
@@ -191,15 +246,14 @@ def test_providers_that_cannot_be_had_on_this_system_are_counted(
     report, monkeypatch, platform, hidden
 ):
     monkeypatch.setattr(f"{ProviderStatus.__module__}.sys.platform", platform)
-    absent = ProviderStatus("", False, (), False, False, "not built in", "")
-    providers = [replace(absent, name=row.name) for row in KNOWN_PROVIDERS]
+    providers = [ProviderStatus(row.name, "not built in", "", "") for row in KNOWN_PROVIDERS]
     rows = table_rows(replace(report, providers=tuple(providers)), "Execution providers")
     shown = {row[0].split(" (")[0] for row in rows[:-1]}
     assert {"cpu", "cuda", "tensorrt", "tensorrt-rtx", "webgpu"} <= shown
     assert not shown & (hidden | {"webnn", "js", "azure", "nnapi", "rknpu", "xnnpack"})
     assert rows[-1][0] == f"and {len(KNOWN_PROVIDERS) - len(shown)} more"
     # What is built in has a row, whoever built it; the endpoint of Azure runs nothing.
-    providers = [replace(status, compiled=True) for status in providers]
+    providers = [replace(status, state="unavailable") for status in providers]
     rows = table_rows(replace(report, providers=tuple(providers)), "Execution providers")
     assert len(rows) == len(KNOWN_PROVIDERS)
     assert rows[-1][0] == "and 1 more"
@@ -228,8 +282,3 @@ def test_packages_that_are_not_installed_are_no_faults(report):
 def table_rows(report, title):
     (table,) = [table for table in report.tables() if table.title == title]
     return [tuple(row.values()) for row in table.rows]
-
-
-def test_those_that_are_not_here_have_no_answer_where_the_child_died():
-    (status,) = absent_statuses(["CoreMLExecutionProvider"], ProbeResult(reason="the process died"))
-    assert (status.runs, status.reason) == (False, "the process died")

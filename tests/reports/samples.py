@@ -26,7 +26,7 @@ from enginery.passes.lint.findings import LintFinding, LintReport, LintReports
 from enginery.predict.report import Counts, PredictReport
 from enginery.publish.destination import Published
 from enginery.reports.base import StageOutput
-from enginery.reports.benchmark import BenchResult, Padding
+from enginery.reports.benchmark import Advice, BenchResult, Padding
 from enginery.reports.engines import BuildReport, built_engine
 from enginery.reports.quantization import (
     CalibrationRecord,
@@ -53,7 +53,6 @@ from enginery.reports.weights import (
     WeightMetrics,
 )
 from enginery.runtime.onnxruntime.placement import PlacedNode, Placement
-from enginery.runtime.onnxruntime.session import Advice
 from enginery.runtime.providers.known import AZURE, CPU, CUDA
 from enginery.stages import StageResult
 from tests.bench.sample_results import (
@@ -260,7 +259,7 @@ def benchmark() -> BenchResult:
         result,
         images=replace(result.images, problems={"pytorch": "0.png: it failed."}),
         labels=measure_accuracy("stars", {"model": [True, True], "int8": [True, False]}),
-        advice=[Advice("threads", "too many", "9 threads on 4 cores", "Pass --threads 4.")],
+        advice=[Advice("INT8 is slower", "int8: enginery compared", "Use FP16.")],
         left_out={"tensorrt": "libnvinfer.so.10 was not found"},
         notes=["the machine was busy"],
         machine={**result.machine, "load": 9.0, "driver": "580.65"},
@@ -415,9 +414,9 @@ def doctor_report() -> DoctorReport:
         PackageStatus("ray", "", ">=2", "ray", fits=False),
     )
     providers = (
-        ProviderStatus(CPU, True, (), True, True, "", ""),
-        ProviderStatus(CUDA, True, ("libcublas.so.13",), False, False, "not found", "pip install"),
-        ProviderStatus(AZURE, False, (), False, False, "", ""),
+        ProviderStatus(CPU, "runs", "", ""),
+        ProviderStatus(CUDA, "unavailable", "libcublas.so.13 was not found", "pip install"),
+        ProviderStatus(AZURE, "not built in", "", ""),
     )
     finding = Finding("warning", "no CUDA", "libcublas.so.13 was not found", "pip install")
     return DoctorReport(

@@ -11,16 +11,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from enginery.bench.config import ENGINERY
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.fingerprint import runtime_version
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.errors import EngineryError, InputError, ProviderError
+from enginery.core.errors import EngineryError, InputError
 from enginery.core.model.feeds import Feeds
 from enginery.core.resource_limits import ResourceLimits, limited_call, read_sizes
 from enginery.core.shapes import choose_profile
 from enginery.runtime.engines.padding import dim_sizes
 from enginery.runtime.engines.selection import choose_with_engines, reachable_profile, wrapper_path
-from enginery.runtime.onnxruntime.binding import run_options
+from enginery.runtime.onnxruntime.binding import BUCKETS, run_options
 from enginery.runtime.onnxruntime.runner import (
     OrtRunner,
     RunnerOptions,
@@ -52,10 +53,37 @@ class Backend(Protocol):
         """Free the model."""
 
 
-@dataclass(frozen=True)
-class LoadOptions:
-    """How a backend loads its model, besides its plan."""
+_LABELS = {
+    ENGINERY: "enginery's runner",
+    "enginery-cpu": "enginery's runner on the CPU",
+    "onnxruntime": "onnxruntime.InferenceSession.run",
+    "optimum": "Optimum's ORTModel",
+    "pytorch": "PyTorch, eager mode",
+    "pytorch-compile": "PyTorch, torch.compile",
+    "pytorch-fp16": "PyTorch, FP16",
+}
 
+
+@dataclass(frozen=True)
+class BackendPlan:
+    """A backend on a target: what its process loads, and how."""
+
+    name: str
+    """Unique name: `pytorch`, or with several targets `bert: pytorch`."""
+    kind: str
+    target: str
+    """Name of the target."""
+    required: bool
+    """True if the user named the backend, so that failing to run is an error."""
+    providers: tuple[ProviderSpec, ...]
+    """Requested providers with their options."""
+    device: str
+    """PyTorch's device: cpu, or the GPU of the first provider, such as cuda:0."""
+    io_binding: bool = True
+    cuda_graph: bool = False
+    shrink_arena: bool = False
+    buckets: int = BUCKETS
+    """Number of shapes that keep their GPU buffers and CUDA graphs."""
     threads: int = 0
     """Intra-op threads; 0 for the backend's default."""
     allow_fallback: bool = False
@@ -65,38 +93,36 @@ class LoadOptions:
     allow_pickle: bool = False
     """Load pickled weights into PyTorch."""
 
+    @property
+    def label(self) -> str:
+        """Description for people: `PyTorch, eager mode`."""
+        return _LABELS[self.kind]
 
-def plan_providers(plan: Mapping[str, Any]) -> tuple[ProviderSpec, ...]:
-    """Return the providers of `BackendPlan.as_json`, with their options."""
-    return tuple(
-        ProviderSpec(provider["name"], provider["options"]) for provider in plan["providers"]
-    )
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> BackendPlan:
+        """Return the plan from the JSON values of `asdict`."""
+        providers = tuple(ProviderSpec(**provider) for provider in values["providers"])
+        return cls(**{**values, "providers": providers})
 
 
 class EngineryBackend:
     """Inference through `runtime.onnxruntime.runner.OrtRunner`."""
 
-    def __init__(
-        self,
-        artifact: Artifact,
-        record: GraphRecord,
-        plan: Mapping[str, Any],
-        options: LoadOptions,
-    ) -> None:
+    def __init__(self, artifact: Artifact, record: GraphRecord, plan: BackendPlan) -> None:
         self._runner = OrtRunner(
             artifact,
             RunnerOptions(
-                threads=options.threads,
-                io_binding=plan["io_binding"],
-                cuda_graph=plan["cuda_graph"],
-                shrink_arena=plan["shrink_arena"],
-                buckets=plan["buckets"],
+                threads=plan.threads,
+                io_binding=plan.io_binding,
+                cuda_graph=plan.cuda_graph,
+                shrink_arena=plan.shrink_arena,
+                buckets=plan.buckets,
             ),
             graph=record.file,
-            providers=plan_providers(plan),
-            allow_fallback=options.allow_fallback,
+            providers=plan.providers,
+            allow_fallback=plan.allow_fallback,
         )
-        self._cuda_graph = bool(plan["cuda_graph"])
+        self._cuda_graph = plan.cuda_graph
         self._smallest: Feeds | None = None
         self.providers = [asdict(provider) for provider in self._runner.providers]
         self.tools = runtime_version()
@@ -138,35 +164,31 @@ class EngineryBackend:
 class OrtSessionBackend:
     """Inference through `onnxruntime.InferenceSession.run`, on the same graph or engine."""
 
-    def __init__(
-        self,
-        artifact: Artifact,
-        record: GraphRecord,
-        plan: Mapping[str, Any],
-        options: LoadOptions,
-    ) -> None:
+    def __init__(self, artifact: Artifact, record: GraphRecord, plan: BackendPlan) -> None:
         chosen, engines = choose_with_engines(
             artifact,
             record,
-            plan_providers(plan),
-            allow_fallback=options.allow_fallback,
+            plan.providers,
+            allow_fallback=plan.allow_fallback,
             allow_build=False,
         )
         paths: list[Path] = [wrapper_path(engine) for engine in engines]
         paths = paths or [artifact.path / record.file]
         self._record, self._graph_bytes = record, read_sizes(artifact.path / record.file)[0]
         self._profiles = [reachable_profile(engine.record) for engine in engines]
-        self._sessions = [open_session(path, chosen, threads=options.threads) for path in paths]
-        self._shrink = bool(plan["shrink_arena"])
+        self._sessions = [open_session(path, chosen, threads=plan.threads) for path in paths]
+        self._shrink = plan.shrink_arena
         self.providers = [asdict(provider) for provider in chosen]
         self.tools = runtime_version()
         self.notes: list[str] = []
-        if plan["cuda_graph"]:
+        if plan.cuda_graph:
             self.notes.append("no CUDA graph: session.run has no fixed buffers")
 
     def prepare(self, feeds: Feeds) -> Run:
         """Choose the engine, and return a function that calls `session.run`."""
-        session = self.session_for(feeds)
+        sizes = dim_sizes(self._record.inputs, feeds) if self._profiles else {}
+        index = choose_profile(self._profiles, sizes) if self._profiles else 0
+        session = self._sessions[index]
         names = [spec.name for spec in self._record.outputs]
         limits = ResourceLimits.of_run(self._graph_bytes, feeds)
         # `session.run` does not accept None as run options.
@@ -181,13 +203,6 @@ class OrtSessionBackend:
                 raise InputError(f"the graph fails on {shapes}: {error}") from error
 
         return run
-
-    def session_for(self, feeds: Feeds) -> Any:
-        """Return the session whose engine accepts the inputs; raise ShapeError if none does."""
-        if not self._sessions:
-            raise ProviderError("the session is closed.")
-        sizes = dim_sizes(self._record.inputs, feeds) if self._profiles else {}
-        return self._sessions[choose_profile(self._profiles, sizes) if self._profiles else 0]
 
     def facts(self) -> dict[str, Any]:
         """Return the options of each provider, including ONNX Runtime's defaults."""

@@ -6,14 +6,13 @@ supports it, because that is what users run. Validation uses eager attention as 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from numpy.typing import NDArray
 
-from enginery.bench.backends.backend import LoadOptions, Run, plan_providers
+from enginery.bench.backends.backend import BackendPlan, Run
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.fingerprint import runtime_version, tool_versions
 from enginery.core.artifact.manifest import GraphRecord
@@ -40,16 +39,10 @@ _CLASSES = {
 class PyTorchBackend:
     """The artifact's source model in PyTorch: in FP32, in FP16, or compiled."""
 
-    def __init__(
-        self,
-        artifact: Artifact,
-        record: GraphRecord,
-        plan: Mapping[str, Any],
-        options: LoadOptions,
-    ) -> None:
-        kind, device = plan["kind"], plan["device"]
-        if options.threads:
-            torch.set_num_threads(options.threads)
+    def __init__(self, artifact: Artifact, record: GraphRecord, plan: BackendPlan) -> None:
+        kind, device = plan.kind, plan.device
+        if plan.threads:
+            torch.set_num_threads(plan.threads)
         if device != "cpu" and not torch.cuda.is_available():
             raise ProviderError(
                 f"{kind}: the installed torch {torch.__version__} does not find a GPU.",
@@ -57,7 +50,7 @@ class PyTorchBackend:
                 "--against.",
             )
         manifest = artifact.manifest
-        source = resolve_record(manifest.source, allow_pickle=options.allow_pickle)
+        source = resolve_record(manifest.source, allow_pickle=plan.allow_pickle)
         self._device = device
         self._dtype = torch.float16 if kind == "pytorch-fp16" else torch.float32
         self._names = [spec.name for spec in record.outputs]
@@ -65,10 +58,10 @@ class PyTorchBackend:
         self._runner: TorchRunner | None = None
         torch_options = TorchOptions(
             precision="fp16" if kind == "pytorch-fp16" else "fp32",
-            trust_remote_code=options.trust_remote_code,
+            trust_remote_code=plan.trust_remote_code,
             device=device,
         )
-        with guarded(source.path, trust_remote_code=options.trust_remote_code):
+        with guarded(source.path, trust_remote_code=plan.trust_remote_code):
             if _is_whole(artifact, record):
                 self._model = load_pytorch(
                     source.path,
@@ -144,13 +137,7 @@ class OptimumBackend:
     about it.
     """
 
-    def __init__(
-        self,
-        artifact: Artifact,
-        record: GraphRecord,
-        plan: Mapping[str, Any],
-        options: LoadOptions,
-    ) -> None:
+    def __init__(self, artifact: Artifact, record: GraphRecord, plan: BackendPlan) -> None:
         import onnxruntime
         import optimum.onnxruntime as optimum_ort  # PyTorch's backend runs without it
 
@@ -158,13 +145,13 @@ class OptimumBackend:
         if task not in _CLASSES:
             raise ProviderError(f"Optimum has no ORTModel for the task {task}.")
         session_options = onnxruntime.SessionOptions()
-        session_options.intra_op_num_threads = options.threads
+        session_options.intra_op_num_threads = plan.threads
         session_options.log_severity_level = 3
-        spec, io_binding = plan_providers(plan)[0], plan["io_binding"]
+        spec, io_binding = plan.providers[0], plan.io_binding
         provider, provider_options = spec.full_name, spec.options
         cls = getattr(optimum_ort, f"ORTModelFor{_CLASSES[task]}")
         try:
-            with guarded(artifact.path, trust_remote_code=options.trust_remote_code):
+            with guarded(artifact.path, trust_remote_code=plan.trust_remote_code):
                 self._model: Any = cls.from_pretrained(
                     str(artifact.path),
                     file_name=record.file,
@@ -173,7 +160,7 @@ class OptimumBackend:
                     session_options=session_options,
                     local_files_only=True,
                     use_io_binding=None if io_binding else False,
-                    trust_remote_code=options.trust_remote_code,
+                    trust_remote_code=plan.trust_remote_code,
                 )
         except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
+from enginery.bench.backends.backend import BackendPlan
 from enginery.bench.config import AUTO, BACKENDS, ENGINERY, BenchConfig, backend_names
 from enginery.bench.target import Target
 from enginery.core.errors import ProviderError
@@ -30,47 +30,6 @@ from enginery.runtime.providers.specification import (
     check_run_options,
     parse_providers,
 )
-
-_LABELS = {
-    ENGINERY: "enginery's runner",
-    "enginery-cpu": "enginery's runner on the CPU",
-    "onnxruntime": "onnxruntime.InferenceSession.run",
-    "optimum": "Optimum's ORTModel",
-    "pytorch": "PyTorch, eager mode",
-    "pytorch-compile": "PyTorch, torch.compile",
-    "pytorch-fp16": "PyTorch, FP16",
-}
-
-
-@dataclass(frozen=True)
-class BackendPlan:
-    """A backend on a target."""
-
-    name: str
-    """Unique name: `pytorch`, or with several targets `bert: pytorch`."""
-    kind: str
-    target: str
-    """Name of the target."""
-    required: bool
-    """True if the user named the backend, so that failing to run is an error."""
-    providers: tuple[ProviderSpec, ...]
-    """Requested providers with their options."""
-    device: str
-    """PyTorch's device: cpu, or the GPU of the first provider, such as cuda:0."""
-    io_binding: bool = True
-    cuda_graph: bool = False
-    shrink_arena: bool = False
-    buckets: int = BUCKETS
-    """Number of shapes that keep their GPU buffers and CUDA graphs."""
-
-    @property
-    def label(self) -> str:
-        """Description for people: `PyTorch, eager mode`."""
-        return _LABELS[self.kind]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the plan for the backend's process."""
-        return {**asdict(self), "label": self.label}
 
 
 def providers_of(config: BenchConfig) -> tuple[ProviderSpec, ...]:
@@ -143,6 +102,10 @@ def plan_backends(
                 cuda_graph=config.cuda_graph and device != "cpu",
                 shrink_arena=config.shrink_arena,
                 buckets=buckets,
+                threads=config.threads,
+                allow_fallback=config.allow_fallback,
+                trust_remote_code=config.trust_remote_code,
+                allow_pickle=config.allow_pickle,
             )
         )
 

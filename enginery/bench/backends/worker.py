@@ -24,12 +24,11 @@ import numpy as np  # noqa: E402  these imports are part of the measured start
 
 from enginery.bench.backends.backend import (  # noqa: E402
     Backend,
+    BackendPlan,
     EngineryBackend,
-    LoadOptions,
     OrtSessionBackend,
     Run,
 )
-from enginery.bench.backends.copies import measure_copies  # noqa: E402
 from enginery.bench.backends.warmup import take_turn, wait_until_idle, warm_up  # noqa: E402
 from enginery.bench.config import ENGINERY  # noqa: E402
 from enginery.core.artifact.artifact import Artifact  # noqa: E402
@@ -45,33 +44,26 @@ from enginery.core.subprocess import (  # noqa: E402
 from enginery.runtime.nvml import Nvml  # noqa: E402
 
 
-def open_backend(
-    plan: Mapping[str, Any],
-    artifact: Artifact,
-    record: GraphRecord,
-    options: LoadOptions,
-) -> Backend:
+def open_backend(plan: BackendPlan, artifact: Artifact, record: GraphRecord) -> Backend:
     """Load the model in a backend.
 
     Args:
-        plan: `BackendPlan.as_json`.
+        plan: the backend.
         artifact: the artifact.
         record: the graph to run.
-        options: threads, and what is allowed.
 
     Raises:
         EngineryError: the backend cannot run.
     """
-    kind = plan["kind"]
-    if kind in (ENGINERY, "enginery-cpu", "onnxruntime"):
-        backend = OrtSessionBackend if kind == "onnxruntime" else EngineryBackend
-        return backend(artifact, record, plan, options)
-    with missing_packages_as_errors(f"Running {plan['label']}"):
+    if plan.kind in (ENGINERY, "enginery-cpu", "onnxruntime"):
+        backend = OrtSessionBackend if plan.kind == "onnxruntime" else EngineryBackend
+        return backend(artifact, record, plan)
+    with missing_packages_as_errors(f"Running {plan.label}"):
         from enginery.bench.backends import frameworks
 
-    if kind == "optimum":
-        return frameworks.OptimumBackend(artifact, record, plan, options)
-    return frameworks.PyTorchBackend(artifact, record, plan, options)
+    if plan.kind == "optimum":
+        return frameworks.OptimumBackend(artifact, record, plan)
+    return frameworks.PyTorchBackend(artifact, record, plan)
 
 
 class BenchmarkWorker:
@@ -96,7 +88,6 @@ class BenchmarkWorker:
             "load": self.load,
             "prepare": self.prepare,
             "turn": self.turn,
-            "copies": self.copies,
             "energy": self.energy,
             "memory": self.memory,
         }
@@ -110,14 +101,10 @@ class BenchmarkWorker:
         """Load the model. The time includes the imports that the backend needs."""
         manifest = Manifest.model_validate(command["manifest"])
         artifact = Artifact(Path(command["artifact"]), manifest)
-        self._device_id = int(command["plan"]["device"].partition(":")[2] or 0)
+        plan = BackendPlan.from_json(command["plan"])
+        self._device_id = int(plan.device.partition(":")[2] or 0)
         before = time.perf_counter()
-        self._backend = open_backend(
-            command["plan"],
-            artifact,
-            artifact.graph(command["graph"]),
-            LoadOptions(**command["options"]),
-        )
+        self._backend = open_backend(plan, artifact, artifact.graph(command["graph"]))
         loaded = time.perf_counter()
         return {
             "start_seconds": before - _STARTED,
@@ -152,17 +139,6 @@ class BenchmarkWorker:
             times = take_turn(run, runs=command["runs"])
         self._sample_device_memory()
         return {"times_ms": times}
-
-    def copies(self, command: Mapping[str, Any]) -> WorkerResult:
-        """Measure the copies to and from the device."""
-        backend = self._require_backend()
-        if not isinstance(backend, OrtSessionBackend):
-            raise ProviderError("copies can be measured only with the onnxruntime backend.")
-        session = backend.session_for(self._feeds)
-        times = measure_copies(
-            session, self._feeds, device=command["device"], seconds=command["seconds"]
-        )
-        return {**vars(times), "share": times.share}
 
     def energy(self, command: Mapping[str, Any]) -> WorkerResult:
         """Measure the energy of a run in joules.

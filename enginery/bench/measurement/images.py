@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.bench.config import BenchConfig
-from enginery.bench.target import Target, image_layout
+from enginery.bench.target import IMAGE_AXES, Target, image_layout
 from enginery.core.datasets.folders import list_images
 from enginery.core.errors import OptionError, ShapeError
 from enginery.core.model.feeds import Feeds
@@ -99,15 +99,7 @@ class ImageInputs:
         return feeds
 
     def _pixels(self, image: Image, name: str) -> NDArray[Any]:
-        dims: dict[str, int | str] = dict(
-            zip(
-                ("batch", "channels", "height", "width")
-                if self.layout == "first"
-                else ("batch", "height", "width", "channels"),
-                self.spec.dims,
-                strict=True,
-            )
-        )
+        dims = dict(zip(IMAGE_AXES[self.layout], self.spec.dims, strict=True))
         channels = dims["channels"] if isinstance(dims["channels"], int) else 3
         sizes = {"width": image.width, "height": image.height}
         for side, size in sizes.items():

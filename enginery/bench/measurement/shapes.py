@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 
-from enginery.bench.backends.plan import BackendPlan, runs_on_cpu
+from enginery.bench.backends.backend import BackendPlan
+from enginery.bench.backends.plan import runs_on_cpu
 from enginery.bench.backends.process import BenchmarkProcess
 from enginery.bench.config import ENGINERY, BenchConfig
 from enginery.bench.measurement.cases import Case, rows_of, tokens_of
@@ -22,10 +22,10 @@ from enginery.bench.target import Target
 from enginery.core.errors import EngineryError
 from enginery.core.model.feeds import Feeds
 from enginery.core.subprocess import WorkerResult
-from enginery.reports.benchmark import BenchCase, Comparison, CopyTimes, Measurement
+from enginery.reports.benchmark import BenchCase, Comparison, Measurement
 
 _GPU_SECONDS = 1.0
-"""Duration of a measurement of energy or copies."""
+"""Duration of a measurement of energy."""
 Processes = Mapping[str, BenchmarkProcess]
 
 
@@ -104,13 +104,7 @@ def measure_case(
                 latency=timings,
                 inputs_per_second=1e3 * rows / timings.median_ms,
                 tokens_per_second=1e3 * tokens / timings.median_ms if tokens else None,
-                joules_per_run=(_measure_on_gpu(process, "energy", unknown) or {}).get("joules"),
-                copies=cast(
-                    "CopyTimes | None",
-                    _measure_on_gpu(process, "copies", unknown, device=_gpu_of(process)),
-                )
-                if process.plan.kind == "onnxruntime"
-                else None,
+                joules_per_run=_measure_energy(process, unknown),
                 notes=answer["notes"],
             )
         )
@@ -148,34 +142,18 @@ def save_feeds(feeds: Feeds, path: Path) -> Path:
     return path
 
 
-def _measure_on_gpu(
-    process: BenchmarkProcess, quantity: str, unknown: dict[str, str], **values: Any
-) -> dict[str, float] | None:
-    """Measure energy or copies over a second of runs.
+def _measure_energy(process: BenchmarkProcess, unknown: dict[str, str]) -> float | None:
+    """Return the joules of a run, from a second of runs; None without a GPU or if it is unknown.
 
-    Args:
-        process: the backend's process.
-        quantity: `energy` or `copies`.
-        unknown: receives the reason if the GPU cannot be measured.
-        values: further arguments of the command.
-
-    Returns:
-        The measured values; None without a GPU, or if they are not available.
+    `unknown` receives the reason if the GPU does not report its energy.
     """
     if not on_gpu(process):
         return None
     try:
-        result: dict[str, float] = process.request(quantity, seconds=_GPU_SECONDS, **values)
+        return float(process.request("energy", seconds=_GPU_SECONDS)["joules"])
     except EngineryError as error:
-        unknown["host copies" if quantity == "copies" else quantity] = error.message
+        unknown["energy"] = error.message
         return None
-    return result
-
-
-def _gpu_of(process: BenchmarkProcess) -> str:
-    """Return the GPU of a backend's first provider, such as `cuda:0`."""
-    options = process.loaded["providers"][0].get("options", {})
-    return f"cuda:{options.get('device_id', 0)}"
 
 
 def on_gpu(process: BenchmarkProcess) -> bool:

@@ -15,8 +15,10 @@ import math
 from collections.abc import Sequence
 from statistics import fmean, median
 
+import numpy as np
+
 from enginery.core.accuracy import Interval
-from enginery.reports.benchmark import Comparison, Latency, format_ratio, is_clear_ratio
+from enginery.reports.benchmark import Comparison, Latency, describe_ratio
 
 Turns = Sequence[Sequence[float]]
 """Times of each turn's runs in ms."""
@@ -34,13 +36,14 @@ def latency(turns: Turns, *, confidence: float = 0.95) -> Latency:
     """
     every = [time for turn in turns for time in turn]
     medians = [median(turn) for turn in turns]
+    p50, p90, p99 = map(float, np.percentile(every, (50, 90, 99)))
     return Latency(
         runs=len(every),
         rounds=len(turns),
         mean_ms=fmean(every),
-        p50_ms=percentile(every, 50),
-        p90_ms=percentile(every, 90),
-        p99_ms=percentile(every, 99) if len(every) >= _RUNS_FOR_P99 else None,
+        p50_ms=p50,
+        p90_ms=p90,
+        p99_ms=p99 if len(every) >= _RUNS_FOR_P99 else None,
         median_ms=median(medians),
         interval_ms=median_interval(medians, confidence=confidence),
     )
@@ -65,8 +68,7 @@ def compare(
         names: names of the backend and of the base.
 
     Returns:
-        The comparison. Its words have no ratio if the interval is wider than the ratio itself:
-        such a number would say less than it seems to.
+        The comparison, with its words from `describe_ratio`.
     """
     pairs = zip(base, backend, strict=False)
     ratios = [median(theirs) / median(ours) for theirs, ours in pairs]
@@ -77,14 +79,8 @@ def compare(
         return Comparison(*names, middle, None, False, problem)
     low, high = interval
     different = low > 1 + smallest or high < 1 / (1 + smallest)
-    span = f"({format_ratio(low)} to {format_ratio(high)})"
-    if is_clear_ratio(middle, interval):
-        words = f"{format_ratio(middle)} as fast" if different else "no difference seen"
-    elif different:
-        words = f"{'faster' if low > 1 else 'slower'}, unclear by how much"
-    else:
-        words = "unclear"
-    return Comparison(*names, middle, interval, different, f"{words} {span}")
+    words = describe_ratio(middle, interval, different=different)
+    return Comparison(*names, middle, interval, different, words)
 
 
 def median_interval(values: Sequence[float], *, confidence: float = 0.95) -> Interval | None:
@@ -115,15 +111,3 @@ def median_interval(values: Sequence[float], *, confidence: float = 0.95) -> Int
 def rounds_needed(confidence: float) -> int:
     """Return the smallest number of values for which `median_interval` returns an interval."""
     return max(1, math.ceil(1 - math.log2(1 - confidence)))
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Return a percentile with linear interpolation, as numpy does by default.
-
-    Source: R. J. Hyndman and Y. Fan, "Sample Quantiles in Statistical Packages", 1996, type 7.
-    """
-    ordered = sorted(values)
-    position = (len(ordered) - 1) * percent / 100
-    below = math.floor(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)

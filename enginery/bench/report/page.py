@@ -5,63 +5,37 @@
 The input is a directory with `manifest.json`, `reports/benchmark.json` or both. The page is written
 to `reports/report.html`, and the figures are written beside it as SVG files.
 
-The page is self-contained: it loads no scripts, fonts or network resources. The template engine
-escapes all text, and the paths that options and reports name become the names of their files.
-Figures may come from an artifact that somebody else made, so they are embedded as images, in which
-browsers neither run scripts nor load resources, and the page's content security policy forbids both
-as well. A damaged report of another stage is mentioned on the page; a damaged benchmark is an
-error.
+The page is self-contained: it loads no scripts, fonts or network resources, and its content
+security policy forbids them. The template engine escapes all text, and the paths that options and
+reports name become the names of their files. A damaged benchmark is an error.
 """
 
 from __future__ import annotations
 
-import base64
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath, PureWindowsPath
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from enginery.bench.config import BenchConfig
-from enginery.bench.report.curves import FIGURES, caption, draw_figures, height_of, reference_of
-from enginery.bench.report.summary import Summary, summarize
+from enginery.bench.report.curves import FIGURES, draw_figures, height_of
+from enginery.bench.report.sections import Figure, page_sections
 from enginery.core.artifact.artifact import MANIFEST, REPORTS, Artifact
 from enginery.core.artifact.manifest import Manifest
 from enginery.core.errors import ArtifactError
 from enginery.core.figures import NOT_DRAWN, can_draw, figure_svg
-from enginery.core.json_file import read_document
-from enginery.core.options import options_dict
-from enginery.core.paths import resolve_inside
-from enginery.core.table import format_number
 from enginery.core.temporary import write_atomically
-from enginery.reports.artifact import (
-    artifact_rows,
-    format_options,
-    interface_rows,
-    option_rows,
-    stage_rows,
-)
-from enginery.reports.base import Report, named_versions
-from enginery.reports.benchmark import BenchResult, gpu_names
-from enginery.reports.engines import BuildReport, engine_rows
-from enginery.reports.layer_errors import FILE as LAYER_ERRORS
-from enginery.reports.quantization import QuantizationReport
-from enginery.reports.validation import ValidationReport
+from enginery.reports.benchmark import BenchResult
 
 PAGE = f"{REPORTS}/report.html"
 _TEMPLATES = Path(__file__).parent / "templates"
 _WIDTH = 4.8
 """Width of a figure in inches: on a screen of 360 pixels, its text is still 9 pixels high."""
-_MAX_FIGURE_BYTES = 4 * 2**20
-"""Limit for a stored figure; the figures of this stage have 0.1 MB."""
 _NODES = ("exclude", "keep_fp32")
 """Options with names of nodes, which may look like paths."""
 
 if TYPE_CHECKING:
     from jinja2 import Environment
-
-AnyReport = TypeVar("AnyReport", bound=Report)
 
 
 def write_report(path: Path) -> Path:
@@ -75,13 +49,16 @@ def write_report(path: Path) -> Path:
     has_manifest = (path / MANIFEST).is_file() or result is None
     artifact = Artifact.open(path) if has_manifest else None
     try:
-        drawn = draw_bench_figures(result) if result else {}
-        files = {PAGE: _page(path, artifact, result, drawn).encode(), **drawn}
+        drawn = _draw_figures(result) if result else {}
+        figures = {f"{REPORTS}/{name}.svg": figure.svg.encode() for name, figure in drawn.items()}
+        shown = list(drawn.values()) if can_draw() else [Figure("", NOT_DRAWN)]
+        page = _page(path, artifact, result, shown).encode()
     except (ArithmeticError, LookupError, ValueError) as error:  # e.g. an empty list of backends
         raise ArtifactError(
             f"{path / REPORTS / BenchResult.FILE} is inconsistent: {error!r}.",
             do="Measure again: enginery bench",
         ) from error
+    files = {PAGE: page, **figures}
     store_reports(path, files, replacing_figures=result is not None)
     return path / PAGE
 
@@ -111,87 +88,34 @@ def store_reports(path: Path, files: Mapping[str, bytes], *, replacing_figures: 
         write_atomically(path / name, content)
 
 
-def draw_bench_figures(result: BenchResult) -> dict[str, bytes]:
-    """Return file name -> SVG of a benchmark's figures; empty if matplotlib is not installed."""
+def _draw_figures(result: BenchResult) -> dict[str, Figure]:
+    """Return name -> figure of a benchmark; empty if matplotlib is not installed."""
     if not can_draw():
         return {}
     return {
-        f"{REPORTS}/{name}.svg": figure_svg(
-            draw, width=_WIDTH, height=height_of(name, result)
-        ).encode()
-        for name, draw in draw_figures(result).items()
+        name: Figure(figure_svg(draw, width=_WIDTH, height=height_of(name, result)), caption)
+        for name, (caption, draw) in draw_figures(result).items()
     }
 
 
 def _page(
-    path: Path, artifact: Artifact | None, result: BenchResult | None, drawn: Mapping[str, bytes]
+    path: Path, artifact: Artifact | None, result: BenchResult | None, figures: Sequence[Figure]
 ) -> str:
     manifest = artifact.manifest if artifact else None
-    environment = _environment(_local_paths(path, manifest, result))
-    validation, no_validation = _read(ValidationReport, path)
-    quantization, no_quantization = _read(QuantizationReport, path)
-    engines, no_engines = _read(BuildReport, path)
-    summary = summarize(artifact, validation, result)
-    return environment.get_template("page.html").render(
-        style=(_TEMPLATES / "page.css").read_text(encoding="utf-8"),
-        title=_title(manifest, summary),
-        summary=summary,
-        manifest=manifest,
-        validation=validation,
-        quantization=quantization,
-        engines=engines,
-        result=result,
-        problems={
-            "Validation": no_validation,
-            "Quantization": no_quantization,
-            "Engines": no_engines,
-        },
-        artifact=artifact_rows(artifact) if artifact else [],
-        interface=interface_rows(manifest) if manifest else [],
-        stages=stage_rows(manifest) if manifest else [],
-        stage_options=option_rows(manifest) if manifest else [],
-        engine_rows=engine_rows(engines.engines) if engines else [],
-        other_inputs=_other_inputs(validation, quantization),
-        reference=reference_of(result) if result else "",
-        clear_comparisons=result.comparison_rows(reference_of(result)) if result else [],
-        bench_options=_bench_options(result) if result else "none",
-        tables={table.title: table.rows for table in result.tables()} if result else {},
-        notes=[*result.lines()[1:], *([] if can_draw() else [NOT_DRAWN])] if result else [],
-        drawn=[
-            Figure(svg.decode(), caption(Path(file).stem, result)) for file, svg in drawn.items()
-        ]
-        if result
-        else [],
-        curve=_stored_figure(path, "quantization.svg", "Accuracy against the quantized share"),
-        layer_errors=_stored_figure(
-            path,
-            LAYER_ERRORS,
-            "Error of each layer against FP32 on the same inputs, in the order of the graph",
-        ),
-        lengths=_stored_figure(
-            path, "lengths.svg", "Lengths of the data and the profiles' buckets"
-        ),
-    )
-
-
-def _other_inputs(
-    validation: ValidationReport | None, quantization: QuantizationReport | None
-) -> list[str]:
-    """Say why the two stages have different cosines; nothing if one of them has none."""
-    if not validation or not validation.accuracy or not quantization or not quantization.accuracy:
-        return []
-    held_out, validated = quantization.accuracy, validation.accuracy.found
-    return [
-        f"quantize measured a mean cosine of {held_out.cosine:.4f} on {held_out.rows} held-out "
-        f"rows, validate one of {validated.cosine:.4f} on {validated.rows} real inputs of its own: "
-        "the inputs are others, so the two numbers differ"
-    ]
-
-
-def _title(manifest: Manifest | None, summary: Summary) -> str:
     if manifest:
-        return manifest.source.name
-    return ", ".join(model.name for model in summary.models)
+        title = manifest.source.name
+        words = [manifest.task, manifest.describe_precision(), f"for {manifest.target}"]
+    else:
+        subjects = result.subjects if result else []
+        title = ", ".join(subject["name"] for subject in subjects)
+        words = list(dict.fromkeys(subject["precision"] for subject in subjects))
+    template = _environment(_local_paths(path, manifest, result)).get_template("page.html")
+    return template.render(
+        style=(_TEMPLATES / "page.css").read_text(encoding="utf-8"),
+        title=title,
+        subtitle=", ".join(words),
+        sections=page_sections(path, artifact, result, figures),
+    )
 
 
 def _environment(local_paths: re.Pattern[str]) -> Environment:
@@ -204,7 +128,7 @@ def _environment(local_paths: re.Pattern[str]) -> Environment:
             return value
         return local_paths.sub(lambda match: _last_part(match[0]), value)
 
-    environment = Environment(
+    return Environment(
         loader=FileSystemLoader(_TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
@@ -212,8 +136,6 @@ def _environment(local_paths: re.Pattern[str]) -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"gpus": gpu_names, "number": format_number, "versions": named_versions}
-    return environment
 
 
 def _local_paths(
@@ -258,47 +180,3 @@ def _is_absolute(text: str) -> bool:
 
 def _last_part(path: str) -> str:
     return re.split(r"[/\\]", path.rstrip("/\\"))[-1]
-
-
-def _read(kind: type[AnyReport], path: Path) -> tuple[AnyReport | None, str]:
-    """Return a stage's report, or None and the problem; the problem is empty if there is none."""
-    try:
-        return kind.below(path), ""
-    except ArtifactError as error:
-        return None, error.message.replace(f"{path}/", "")
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A figure on the page. If `svg` is empty, the caption gives the reason."""
-
-    svg: str
-    caption: str
-
-    @property
-    def address(self) -> str:
-        """The figure as a `data:` URL."""
-        from markupsafe import Markup
-
-        # Base64 needs no escapes, and may contain what looks like a path.
-        content = base64.b64encode(self.svg.encode()).decode()
-        return Markup(f"data:image/svg+xml;base64,{content}")  # noqa: S704
-
-
-def _stored_figure(path: Path, name: str, words: str) -> list[Figure]:
-    """Return the figure of another stage, or an empty list."""
-    try:
-        file = resolve_inside(path, f"{REPORTS}/{name}", what=str(path))
-        if not file.exists():
-            return []
-        svg = read_document(file, max_bytes=_MAX_FIGURE_BYTES)
-    except (ArtifactError, OSError) as error:
-        problem = error.strerror if isinstance(error, OSError) else error.message
-        return [Figure("", f"{REPORTS}/{name} cannot be read: {problem}")]
-    return [Figure(svg.decode(errors="replace"), words)]
-
-
-def _bench_options(result: BenchResult) -> str:
-    """Return the options of the benchmark that are not the defaults."""
-    defaults = options_dict(BenchConfig())
-    return format_options({n: v for n, v in result.options.items() if v != defaults.get(n)})

@@ -2,15 +2,13 @@
 
     session = new_session(artifact.model, choose_providers(["cpu"]), ort.SessionOptions())
 
-ONNX Runtime's own silent fallback to the CPU is off. The last two functions give advice on options
-of sessions that make them slow.
+ONNX Runtime's own silent fallback to the CPU is off.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -161,46 +159,3 @@ def tensor_spec(value: Any) -> TensorSpec:
         for dim in value.shape or ()
     ]
     return TensorSpec(value.name, _DTYPES.get(kind, kind), tuple(dims))
-
-
-@dataclass(frozen=True)
-class Advice:
-    """A finding about speed, and what to do about it."""
-
-    rule: str
-    finding: str
-    evidence: str
-    remedy: str
-
-
-def too_many_threads(threads: int, cores: int, *, evidence: str, remedy: str) -> Advice | None:
-    """Return advice if there are more threads than cores, else None.
-
-    Two threads of one core share its arithmetic units, so they are not faster than one.
-
-    >>> too_many_threads(8, 4, evidence="8 threads on 4 cores", remedy="Pass --threads 4.").finding
-    'there are more threads than physical cores'
-
-    Args:
-        threads: number of threads; 0 for ONNX Runtime's default.
-        cores: number of physical cores; 0 if unknown.
-        evidence: where the number of threads was set.
-        remedy: how to use fewer threads.
-    """
-    if not 0 < cores < threads:
-        return None
-    return Advice("threads", "there are more threads than physical cores", evidence, remedy)
-
-
-def exhaustive_search(evidence: str) -> Advice:
-    """Return advice against cuDNN's search for convolution kernels at each new shape.
-
-    Source: github.com/microsoft/onnxruntime/issues/13198 and /6978.
-    """
-    return Advice(
-        "convolution search",
-        "cuDNN searches for convolution kernels again at each new shape",
-        evidence,
-        "Set cudnn_conv_algo_search=HEURISTIC for the CUDA provider, or pad the inputs to a few "
-        "sizes.",
-    )

@@ -23,12 +23,12 @@ def started(tmp_path):
     target = Target.open(save_detector(tmp_path / "d.onnx"), "", allow_failed=False)
     config = BenchConfig(against="onnxruntime")
     plans, _ = plan_backends([target], config)
-    with BenchmarkProcess(plans[1], target, config, tmp_path / "log") as process:
+    with BenchmarkProcess(plans[1], target, tmp_path / "log") as process:
         yield process
 
 
 def child_of(process):
-    return process.worker._process.pid
+    return process._process.pid
 
 
 def feeds(path, **arrays):
@@ -67,7 +67,7 @@ def test_turn_without_inputs_is_an_error(started):
 
 def test_crash_is_an_error(started):
     os.kill(child_of(started), signal.SIGSEGV)
-    started.worker._process.wait()
+    started._process.wait()
     with pytest.raises(ProviderError, match="onnxruntime: the process crashed with signal 11"):
         started.request("memory")
 
@@ -126,10 +126,10 @@ target = Target.open(folder / "d.onnx", "", allow_failed=False)
 config = BenchConfig(against="onnxruntime")
 plans, _ = plan_backends([target], config)
 np.savez(folder / "f.npz", x=np.zeros((1, 3, 32, 32), "float32"))
-processes = [BenchmarkProcess(plan, target, config, folder / plan.name) for plan in plans]
+processes = [BenchmarkProcess(plan, target, folder / plan.name) for plan in plans]
 for process in processes:
     process.request("prepare", feeds=str(folder / "f.npz"), seconds=0)
-print(*(process.worker._process.pid for process in processes), flush=True)
+print(*(process._process.pid for process in processes), flush=True)
 processes[0].request("turn", runs=10**9)
 """
 

@@ -10,7 +10,6 @@ from enginery.bench.measurement.statistics import (
     compare,
     latency,
     median_interval,
-    percentile,
     rounds_needed,
 )
 
@@ -53,15 +52,6 @@ def test_interval_contains_the_median_at_the_confidence_level(count, draw):
         covered += low <= true <= high
     # The exact probability is between 95 % and 98 %; the next order statistics are below 95 %.
     assert 0.94 <= covered / 4000 <= 0.99
-
-
-def test_percentiles_are_those_of_numpy():
-    import numpy as np
-
-    generator = random.Random(1)
-    values = [generator.expovariate(1) for _ in range(137)]
-    for percent in (0, 50, 90, 99, 100):
-        assert percentile(values, percent) == pytest.approx(np.percentile(values, percent))
 
 
 def test_latency_of_known_times():

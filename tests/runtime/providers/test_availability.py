@@ -167,13 +167,13 @@ def test_unavailable_provider_names_the_package(machine, provider, words):
 
 @pytest.mark.parametrize("provider", ["xnnpack", "dnnl"])
 def test_a_provider_of_processors_runs_where_it_is_compiled_in(provider):
-    from enginery.doctor.probe_worker import examine_provider
+    from enginery.doctor.probe import examine_provider
     from enginery.runtime.providers.availability import compiled_providers
 
     name = SHORT_NAMES[provider]
     if name not in compiled_providers():
         pytest.skip(f"this onnxruntime is built without {provider}")
-    assert examine_provider(name)["runs"]
+    assert examine_provider(name)["state"] == "runs"
 
 
 # Nothing, or not all, is installed

@@ -12,7 +12,7 @@ import onnxruntime as ort
 import pytest
 
 from enginery.core.errors import OptionError
-from enginery.doctor.probe_worker import one_op_model
+from enginery.doctor.probe import ONE_OP_MODEL
 from enginery.runtime.providers.availability import provider_library
 from enginery.runtime.providers.known import CUDA
 from enginery.runtime.providers.options import (
@@ -125,7 +125,7 @@ def tensorrts_parser(monkeypatch):
         settings = ort.SessionOptions()
         settings.log_severity_level = 4
         providers = [("TensorrtExecutionProvider", options)]
-        ort.InferenceSession(one_op_model(), settings, providers=providers, enable_fallback=0)
+        ort.InferenceSession(ONE_OP_MODEL, settings, providers=providers, enable_fallback=0)
 
     return parse
 
@@ -142,13 +142,13 @@ def test_onnxruntimes_tensorrt_parser_takes_every_option_that_is_known(tensorrts
 _STUBS = """
 import json, sys
 import onnxruntime as ort
-from enginery.doctor.probe_worker import one_op_model
+from enginery.doctor.probe import ONE_OP_MODEL
 said = []
 for options in json.loads(sys.argv[1]):
     settings = ort.SessionOptions()
     settings.log_severity_level = 4
     try:
-        ort.InferenceSession(one_op_model(), settings,
+        ort.InferenceSession(ONE_OP_MODEL, settings,
                              providers=[("CUDAExecutionProvider", options)], enable_fallback=0)
         said.append("no library")
     except Exception as error:
