@@ -23,8 +23,8 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ExportError, OptionError, ShapeError, SourceError, nearest
 from enginery.core.model.feeds import FeedLimits, make_feeds
 from enginery.core.model.files import ModelConfig, PreprocessorConfig
-from enginery.core.model.screening import screen_model
 from enginery.core.shapes import INPUT_AXES, canonical_dim, dim_terms
+from enginery.core.trust.screening import screen_model
 from enginery.export.config import (
     ExportConfig,
     image_options,

@@ -30,8 +30,8 @@ from enginery.core.errors import (
     RejectedArtifactError,
 )
 from enginery.core.json_file import json_bytes
-from enginery.core.model.onnx_structure import read_structure
 from enginery.core.paths import portable_name
+from enginery.core.trust.onnx_structure import read_structure
 from enginery.publish.card.figures import Reports, metrics
 from enginery.publish.card.model_card import CardFacts, model_card
 from enginery.publish.card.source import SourceCard, read_source_card

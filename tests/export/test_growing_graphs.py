@@ -16,7 +16,7 @@ from enginery import export_model
 from enginery.core import subprocess as children
 from enginery.core.artifact.artifact import commit_artifact
 from enginery.core.errors import ExportError, SourceError
-from enginery.core.resource_limits import MEMORY_VARIABLE, TIME_VARIABLE
+from enginery.core.trust.resource_limits import MEMORY_VARIABLE, TIME_VARIABLE
 from tests.growing_graphs import growing_graphs
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads memory from /proc")
@@ -104,7 +104,7 @@ def measured(words, scratch):
 def unchecked_artifact(folder, path):
     """Return an artifact of a graph as its author would make it: no export has seen the graph."""
     from enginery.core.artifact.manifest import GraphRecord, Manifest, SourceRecord
-    from enginery.core.model.onnx_structure import read_structure
+    from enginery.core.trust.onnx_structure import read_structure
 
     inputs, outputs = read_structure(path).interface()
     folder.mkdir()

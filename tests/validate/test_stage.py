@@ -20,8 +20,8 @@ from enginery.core.errors import (
     ShapeError,
     SourceError,
 )
-from enginery.core.model import onnx_structure
 from enginery.core.progress import Silent
+from enginery.core.trust import onnx_structure
 from enginery.reports.validation import OutputMetrics, ValidationCaseResult, ValidationReport
 from enginery.validate.config import ValidateConfig
 from enginery.validate.stage import fingerprint

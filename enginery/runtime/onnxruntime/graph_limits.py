@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError, EngineryError
-from enginery.core.model.onnx_structure import (
+from enginery.core.trust.onnx_structure import (
     BITS,
     Attribute,
     Graph,

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ProviderError
-from enginery.core.resource_limits import ResourceLimits, limited_call, read_sizes
 from enginery.core.shapes import Dim, TensorSpec
+from enginery.core.trust.resource_limits import ResourceLimits, limited_call, read_sizes
 from enginery.runtime.machine import read_cpuinfo
 from enginery.runtime.onnxruntime.capture_lock import CAPTURE_LOCK
 from enginery.runtime.onnxruntime.graph_limits import check_allocations

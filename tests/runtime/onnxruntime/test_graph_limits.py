@@ -12,8 +12,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError
-from enginery.core.model import onnx_structure
-from enginery.core.model.onnx_structure import read_structure
+from enginery.core.trust import onnx_structure
+from enginery.core.trust.onnx_structure import read_structure
 from enginery.runtime.onnxruntime import graph_limits
 from enginery.runtime.onnxruntime.graph_limits import check_allocations
 from enginery.runtime.onnxruntime.session import new_session

@@ -193,7 +193,7 @@ def read_sizes(
         EngineryError: the file is damaged; the class is `error`.
     """
     # `enginery --help` imports this module, and pydantic takes a tenth of a second.
-    from enginery.core.model.onnx_structure import read_structure
+    from enginery.core.trust.onnx_structure import read_structure
 
     structure = read_structure(path, error=error)
     stored = {tensor.name for tensor in structure.graph.initializers}

@@ -5,7 +5,7 @@ import tracemalloc
 import pytest
 
 from enginery.core.errors import SourceError, UntrustedModelError
-from enginery.core.model.screening import screen_model
+from enginery.core.trust.screening import screen_model
 
 KNOWN = ("bert", "lightglue", "clip")
 
