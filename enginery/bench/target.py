@@ -21,10 +21,10 @@ from enginery.core.errors import ArtifactError, OptionError, ProviderError
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import Dim, TensorSpec, canonical_dim
+from enginery.core.trust.graph_limits import check_allocations
 from enginery.core.trust.resource_limits import ResourceLimits, limited_call
 from enginery.reports.benchmark import SubjectRecord
 from enginery.reports.validation import ValidationReport
-from enginery.runtime.onnxruntime.graph_limits import check_allocations
 
 _IMAGE_AXES = {
     "first": ("batch", "channels", "height", "width"),

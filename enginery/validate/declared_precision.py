@@ -43,7 +43,7 @@ def check_declared_precision(artifact: Artifact) -> None:
         top
         for record in manifest.graphs
         for model in [read_structure(artifact.path / record.file)]
-        for top in (model.graph, *model.functions)
+        for top in model.graphs
     ]
     graphs = [graph for top in tops for graph in _with_subgraphs(top)]
     quantized = manifest.is_quantized

@@ -31,9 +31,9 @@ from enginery.core.model.source import ModelSource, resolve_record, resolve_sour
 from enginery.core.precision import roundoff
 from enginery.core.progress import Progress
 from enginery.core.python_environment import PythonEnvironment
+from enginery.core.trust.graph_limits import check_allocations
 from enginery.core.trust.onnx_structure import read_structure
 from enginery.runtime.agreement import read_model_pooling
-from enginery.runtime.onnxruntime.graph_limits import check_allocations
 from enginery.runtime.pytorch.reference import CONFINED, TorchProcess, TorchReference
 from enginery.runtime.tasks.classify import SCORES, Activation, activated, choose_activation
 from enginery.runtime.tasks.embed import SENTENCE_OUTPUT, TOKEN_OUTPUTS

@@ -39,7 +39,7 @@ from enginery.core.progress import SILENT, Progress
 from enginery.core.python_environment import OWN_ENVIRONMENT, PythonEnvironment
 from enginery.core.shapes import Profile, profiles_by_graph
 from enginery.core.temporary import temporary_directory
-from enginery.core.trust.onnx_structure import keeping_structures, read_structure
+from enginery.core.trust.onnx_structure import read_structure
 from enginery.reports.validation import ValidationReport
 from enginery.reports.weights import WeightMetrics
 from enginery.runtime.providers.selection import choose_providers
@@ -154,7 +154,7 @@ def run(
             was altered.
     """
     inputs = InputFiles()
-    with inputs.unchanged(), keeping_structures():
+    with inputs.unchanged():
         with inputs.recording():
             artifact.check_files()
             key = fingerprint(artifact, config)

@@ -196,7 +196,6 @@ def read_sizes(
     from enginery.core.trust.onnx_structure import read_structure
 
     structure = read_structure(path, error=error)
-    stored = {tensor.name for tensor in structure.graph.initializers}
     file_bytes = 0
     for name in (path.name, *structure.external_files()):
         with suppress(OSError, ValueError):  # missing data is reported where it is read
@@ -209,8 +208,7 @@ def read_sizes(
                 for axis, size in enumerate(value.dims)
             ),
         )
-        for value in structure.graph.inputs
-        if value.name not in stored
+        for value in structure.graph.computed_inputs
     ]
     return file_bytes, inputs
 
