@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import ChainMap
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from enginery.core.trust.onnx_structure import (
     Attribute,
     Graph,
     Node,
+    Raw,
     SparseTensor,
     Tensor,
     numpy_type,
@@ -232,8 +233,8 @@ class _Check:
         # Rounded up: two 4-bit numbers share a byte, of which the last one may be half empty.
         needed = -(-elements * bits // 8)
         if tensor.external is not None:
-            stored = self._external_bytes(where, tensor.external, needed)
-        elif tensor.raw is not None:
+            tensor = replace(tensor, raw=self._external(where, tensor.external, needed), location=0)
+        if tensor.raw is not None:
             stored = tensor.raw.length
         else:
             # Lists have a number per element whatever its size (INT8 in `int32_data`), and strings
@@ -253,8 +254,8 @@ class _Check:
             values = None
         return _sized(tensor.data_type, dims, values)
 
-    def _external_bytes(self, where: str, entries: dict[str, str], needed: int) -> int:
-        """Return how many of the needed bytes a file of external data has."""
+    def _external(self, where: str, entries: dict[str, str], needed: int) -> Raw:
+        """Return how many of the needed bytes a file has, and the bytes if they are few."""
         name = entries.get("location", "")
         data = f"{self.path}: {where} has its data in {name!r}"
         try:
@@ -271,7 +272,12 @@ class _Check:
         except ValueError:
             raise self.error(f"{data} at {entries}, expected whole numbers.") from None
         # An offset may point behind the end of the file, which leaves no bytes.
-        return max(0, min(length, file.stat().st_size - offset)) if offset >= 0 else 0
+        stored = max(0, min(length, file.stat().st_size - offset)) if offset >= 0 else 0
+        if not 0 < stored <= 8 * MAX_VALUES:
+            return Raw(stored, None)
+        with file.open("rb") as stream:
+            stream.seek(offset)
+            return Raw(stored, stream.read(stored))
 
 
 def _where(node: Node) -> str:

@@ -50,41 +50,12 @@ _MAX_RANK = 64
 
 _M = TypeVar("_M")
 
-ELEMENT_TYPES = dict(
-    enumerate(
-        [
-            "float32",
-            "uint8",
-            "int8",
-            "uint16",
-            "int16",
-            "int32",
-            "int64",
-            "string",
-            "bool",
-            "float16",
-            "float64",
-            "uint32",
-            "uint64",
-            "complex64",
-            "complex128",
-            "bfloat16",
-            "float8e4m3fn",
-            "float8e4m3fnuz",
-            "float8e5m2",
-            "float8e5m2fnuz",
-            "uint4",
-            "int4",
-            "float4e2m1",
-            "float8e8m0",
-            "uint2",
-            "int2",
-            "float6e2m3",
-            "float6e3m2",
-        ],
-        start=1,
-    )
+_TYPE_NAMES = (
+    "float32 uint8 int8 uint16 int16 int32 int64 string bool float16 float64 uint32 uint64 "
+    "complex64 complex128 bfloat16 float8e4m3fn float8e4m3fnuz float8e5m2 float8e5m2fnuz uint4 "
+    "int4 float4e2m1 float8e8m0 uint2 int2 float6e2m3 float6e3m2"
 )
+ELEMENT_TYPES = dict(enumerate(_TYPE_NAMES.split(), start=1))
 """TensorProto.DataType -> name of the dtype; see `core.shapes.DTYPES`."""
 BITS = {
     number: int(size[0])
@@ -153,10 +124,13 @@ class Tensor:
         """The values of a small tensor in one row; None for another."""
         try:
             dtype = numpy_type(self.data_type)
-            if self.raw and self.raw.content is not None:
-                return np.frombuffer(self.raw.content, dtype) if dtype else None
+            if dtype is None or self.external is not None:
+                return None
+            if self.raw is not None:
+                content = self.raw.content
+                return None if content is None else np.frombuffer(content, dtype)
             # FP16 and complex numbers are listed in parts.
-            if self.listed and self.listed.is_whole and dtype and dtype.char in "?bBhHiIlLqQfd":
+            if self.listed and self.listed.is_whole and dtype.char in "?bBhHiIlLqQfd":
                 return np.array(self.listed).astype(dtype)
         except ValueError:  # half a number
             pass

@@ -188,6 +188,14 @@ def test_external_data_is_a_file_beside_the_graph(tmp_path, location):
         check_allocations(path)
 
 
+def test_a_shape_in_external_data_is_read(tmp_path):
+    path = saved(tmp_path / "model.onnx", *BOMBS["stored"])
+    onnx.save(onnx.load(path), path, save_as_external_data=True, location="data", size_threshold=0)
+    assert (tmp_path / "data").stat().st_size == 8
+    with pytest.raises(ArtifactError, match="node 'bomb'"):
+        check_allocations(path)
+
+
 def test_a_sparse_tensor_counts_as_large_as_it_is_loaded(tmp_path):
     path = saved(tmp_path / "model.onnx", [NODE("Add", ["x", "w"], ["y"])])
     model = onnx.load(path)
