@@ -415,7 +415,7 @@ def _observe_calls(own: _OwnCalls) -> None:
             _, limits, meter, before = seen[key]
             exceeded = meter.exceeded(limits, memory_before=before)
             if exceeded and call.is_running:
-                own.end(f"{call.name}: {exceeded}, the limit of a graph of this size. {_RAISE}")
+                own.end(f"{call.name}: {exceeded}, the limit for files of this size. {_RAISE}")
                 return
         time.sleep(_INTERVAL_SECONDS)
 

@@ -64,24 +64,6 @@ _TOP_PATH_KEYS = ("gguf_file", "audio_tokenizer_name_or_path")
 # in configuration_utils.py, get_fast_tokenizer_file in tokenization_utils_base.py.
 _SWITCHES = {"configuration_files": "config.json", "fast_tokenizer_files": "tokenizer.json"}
 
-# Sizes that transformers allocates or loops over before it sees a weight: names of labels, layers.
-# Keys end in these words, as in `num_hidden_layers`, `n_layer`, `encoder_layers`, `vocab_size`.
-_SIZE = re.compile(
-    r"(^|_)(?:(?P<parts>layers?|blocks?|depths?|stages|groups?|group_num|experts|repeats|codebooks)"
-    r"|(?P<rows>labels|classes|vocab_size|size|sizes|dim|dims|embd|inner|heads?|channels|filters"
-    r"|width|d_model|d_ff|hidden|positions|embeddings))$"
-)
-_MAX_PARTS = 10_000
-"""Layers and other modules; the deepest published transformers have 1,000."""
-_MAX_ROWS = 2**31 - 1
-_LEAST_ROWS = 2**20
-"""Rows that a weight may have whatever the size of the files: they take little memory."""
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
-_WITHOUT_WEIGHTS = re.compile(
-    r"(positions|position_embeddings|(window|chunk|block|buffer|cache|bucket|step|grid|max)_size)$"
-)
-"""Sizes that take no weights: positions are often computed."""
-
 _CODE_SUFFIXES = (".py", ".pyc", ".so", ".pyd", ".dll", ".dylib")
 _COPIED_SUFFIXES = (".json", ".txt", ".model", ".spm", ".jinja", *_CODE_SUFFIXES)
 
@@ -120,13 +102,11 @@ def screen_model(
                 f"{path} is a named pipe, a socket or a device: reading it may block forever.",
                 do=_DISTRUST,
             )
-    weights = [path for path in list_tree(directory) if path.suffix in _WEIGHT_SUFFIXES]
-    model_bytes = sum(path.stat().st_size for path in weights if path.is_file())
     for path in sorted(path for path in list_tree(directory) if path.suffix == ".json"):
         inside = path.relative_to(directory)
         hidden = any(part.startswith(".") for part in inside.parts)
         if _SETTINGS.match(path.name) and not hidden:
-            _screen_file(directory, path, known_types, model_bytes)
+            _screen_file(directory, path, known_types)
 
 
 def refuse_linked_out(path: Path, directory: Path) -> None:
@@ -150,9 +130,7 @@ def refuse_linked_out(path: Path, directory: Path) -> None:
         )
 
 
-def _screen_file(
-    directory: Path, path: Path, known_types: Container[str], model_bytes: int
-) -> None:
+def _screen_file(directory: Path, path: Path, known_types: Container[str]) -> None:
     try:
         document = json.loads(read_document(path).decode())
     except RecursionError:
@@ -178,8 +156,6 @@ def _screen_file(
         )
     for key_path, key, value in _members(document):
         nested = key_path.parent is not None
-        if path.name.startswith("config.") and (size := _SIZE.search(key)):
-            _screen_size(path, key_path, value, size["parts"] is not None, model_bytes)
         if key == "auto_map" and isinstance(value, dict | list | str) and value:
             if nested or not _has_class(path, top, known_types):
                 raise UntrustedModelError(
@@ -268,28 +244,6 @@ def _inside(parent: _KeyPath | None, value: Any) -> Iterator[tuple[_KeyPath, Any
         for index, item in enumerate(value):
             if isinstance(item, dict | list):
                 yield _KeyPath(parent, index), item
-
-
-def _screen_size(
-    path: Path, key_path: _KeyPath, value: Any, counts_parts: bool, model_bytes: int
-) -> None:
-    """Raise for a size that the model's weights cannot have.
-
-    A row of a weight has a byte at least, and so has each module.
-    """
-    limit, subject = _MAX_PARTS, "of parts of a model"
-    if not counts_parts:
-        limit, subject = _MAX_ROWS, "of a weight"
-        # Beside an .onnx file, no weights of PyTorch are loaded.
-        if model_bytes and not _WITHOUT_WEIGHTS.search(str(key_path.key)):
-            limit = max(model_bytes, _LEAST_ROWS)
-            subject = f"in a model whose weights have {model_bytes} bytes"
-    for number in value if isinstance(value, list) else [value]:
-        if isinstance(number, int | float) and not abs(number) <= limit:
-            raise SourceError(
-                f"{path}: {key_path} is {_SHORT.repr(number)}, expected at most {limit} {subject}.",
-                do=_DISTRUST,
-            )
 
 
 def _screen_attention(path: Path, key_path: _KeyPath, value: Any) -> None:
