@@ -13,16 +13,15 @@ names of chat templates that are paths, to which saving a tokenizer writes (CVE-
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import reprlib
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, NamedTuple
+from typing import Any
 
-from enginery.core.errors import SourceError, UntrustedModelError
-from enginery.core.json_file import read_document
+from enginery.core.errors import UntrustedModelError
+from enginery.core.json_file import load_json
 from enginery.core.paths import list_tree
 
 # Files that loaders read settings from, in any folder of a model. Other JSON files are
@@ -131,20 +130,9 @@ def refuse_linked_out(path: Path, directory: Path) -> None:
 
 
 def _screen_file(directory: Path, path: Path, known_types: Container[str]) -> None:
-    try:
-        document = json.loads(read_document(path).decode())
-    except RecursionError:
-        raise SourceError(f"{path} is nested too deeply to be a configuration.") from None
-    except FileNotFoundError:  # a broken link
+    if not path.exists():  # a broken link
         return
-    except OSError as error:
-        raise SourceError(
-            f"{path} cannot be read: {error.strerror}.", do="Replace the link with the file."
-        ) from error
-    except ValueError as error:
-        if path.name == "config.json" and path.parent == directory:
-            raise SourceError(f"{path} is not valid JSON: {error}.") from error
-        return  # a loader that needs the file reports it
+    document = load_json(path)
     top = document if isinstance(document, dict) else {}
     if path.name == "modules.json":
         _screen_modules(path, document)
@@ -154,8 +142,8 @@ def _screen_file(directory: Path, path: Path, known_types: Container[str]) -> No
             f"{_SHORT.repr(top.get('base_model_name_or_path'))}, which loaders would download.",
             do="Merge them: peft's model.merge_and_unload().save_pretrained(DIR).",
         )
-    for key_path, key, value in _members(document):
-        nested = key_path.parent is not None
+    for key_path, value in _members(document):
+        key, nested = str(key_path[-1]), len(key_path) > 1
         if key == "auto_map" and isinstance(value, dict | list | str) and value:
             if nested or not _has_class(path, top, known_types):
                 raise UntrustedModelError(
@@ -204,46 +192,28 @@ def _has_class(path: Path, top: Mapping[str, Any], known_types: Container[str]) 
     return not is_config or (isinstance(kind, str) and kind in known_types)
 
 
-class _KeyPath(NamedTuple):
-    """A key path in a document, linked to its parent; it is formatted for messages only."""
+class _KeyPath(tuple[str | int, ...]):
+    """The keys that lead to a member of a document; they are formatted for messages only."""
 
-    parent: _KeyPath | None
-    key: str | int
+    __slots__ = ()
 
     def __str__(self) -> str:
         """Return `parts[0].auto_map`; only the end of a long path."""
-        keys = []
-        step: _KeyPath | None = self
-        while step is not None:
-            keys.append(f"[{step.key}]" if isinstance(step.key, int) else f".{step.key}")
-            step = step.parent
-        text = "".join(reversed(keys)).removeprefix(".")
+        parts = (f"[{key}]" if isinstance(key, int) else f".{key}" for key in self)
+        text = "".join(parts).removeprefix(".")
         return text if len(text) <= _LONGEST else f"…{text[-_LONGEST:]}"
 
 
-def _members(value: Any) -> Iterator[tuple[_KeyPath, str, Any]]:
-    """Yield every member of every object in a document as (key path, key, value)."""
-    entered = [_inside(None, value)]
-    while entered:
-        if (entry := next(entered[-1], None)) is None:
-            entered.pop()
-            continue
-        key_path, member = entry
-        if isinstance(key_path.key, str):
-            yield key_path, key_path.key, member
-        if isinstance(member, dict | list):
-            entered.append(_inside(key_path, member))
-
-
-def _inside(parent: _KeyPath | None, value: Any) -> Iterator[tuple[_KeyPath, Any]]:
-    """Yield the members of an object, or the objects and lists in a list."""
+def _members(value: Any, keys: tuple[str | int, ...] = ()) -> Iterator[tuple[_KeyPath, Any]]:
+    """Yield every member of every object in a document, with the keys that lead to it."""
     if isinstance(value, dict):
         for key, member in value.items():
-            yield _KeyPath(parent, key), member
+            key_path = _KeyPath((*keys, key))
+            yield key_path, member
+            yield from _members(member, key_path)
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            if isinstance(item, dict | list):
-                yield _KeyPath(parent, index), item
+            yield from _members(item, (*keys, index))
 
 
 def _screen_attention(path: Path, key_path: _KeyPath, value: Any) -> None:
@@ -283,7 +253,7 @@ def _screen_path(directory: Path, path: Path, key_path: _KeyPath, value: str) ->
         is_harmless = not target.exists() or _is_below(target, directory)
     except OSError:  # a name that is too long for any file
         is_harmless = True
-    if _FILE_KEYS.search(str(key_path.key)) and is_harmless:
+    if _FILE_KEYS.search(str(key_path[-1])) and is_harmless:
         return
     raise UntrustedModelError(
         f"{path}: {key_path} is {_SHORT.repr(value)}, which leads out of the model's directory.",
@@ -303,12 +273,12 @@ def _screen_modules(path: Path, document: Any) -> None:
             )
         module_path = module.get("path")
         if isinstance(module_path, str) and module_path:
-            _screen_path(path.parent, path, _KeyPath(_KeyPath(None, index), "path"), module_path)
+            _screen_path(path.parent, path, _KeyPath((index, "path")), module_path)
 
 
 def _code_files(directory: Path, value: Any) -> str:
     """List the files with the code of references such as `modeling_x.Model`."""
-    references = [text for _, _, text in _members({"": value}) if isinstance(text, str)]
+    references = [text for _, text in _members({"": value}) if isinstance(text, str)]
     if isinstance(value, list):
         references = [item for item in value if isinstance(item, str)]
     files = []
