@@ -29,6 +29,7 @@ from enginery.core.trust.onnx_structure import (
     BITS,
     MAX_VALUES,
     Attribute,
+    AttributeType,
     Graph,
     Node,
     Raw,
@@ -175,15 +176,14 @@ class _Check:
         return output
 
     def _constant(self, where: str, node: Node) -> _Known:
-        attribute = node.listed[0] if node.listed else Attribute()
-        match attribute:
-            case Attribute(tensor=Tensor() as tensor):
+        match node.listed:
+            case [Attribute(type=AttributeType.TENSOR, tensor=Tensor() as tensor)]:
                 return self._stored(where, tensor)
-            case Attribute(sparse=SparseTensor() as sparse):
+            case [Attribute(type=AttributeType.SPARSE_TENSOR, sparse=SparseTensor() as sparse)]:
                 return self._sparse(where, sparse)
-            case Attribute(name="value_int", number=number):
+            case [Attribute(type=AttributeType.INT, number=number)]:
                 return _sized(_INT64, (), np.array([number or 0], np.int64))
-            case Attribute(name="value_ints", ints=ints) if ints and ints.is_whole:
+            case [Attribute(type=AttributeType.INTS, ints=ints)] if ints and ints.is_whole:
                 return _sized(_INT64, (len(ints),), np.array(ints, np.int64))
         return _UNKNOWN
 
@@ -251,7 +251,10 @@ class _Check:
         # Only short vectors can be shapes or factors of them; long ones are not followed.
         values = tensor.values if elements <= MAX_VALUES else None
         if values is not None and len(values) != elements:
-            values = None
+            raise self.error(
+                f"{self.path}: {where} has the shape {_shown(dims)} and {len(values)} values.",
+                do=_DO,
+            )
         return _sized(tensor.data_type, dims, values)
 
     def _external(self, where: str, entries: dict[str, str], needed: int) -> Raw:
@@ -277,7 +280,7 @@ class _Check:
             return Raw(stored, None)
         with file.open("rb") as stream:
             stream.seek(offset)
-            return Raw(stored, stream.read(stored))
+            return Raw(stored, stream.read(min(stored, needed)))
 
 
 def _where(node: Node) -> str:

@@ -20,6 +20,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -63,6 +64,14 @@ BITS = {
     if (size := re.findall(r"\d+", name.replace("bool", "bool8")))
 }
 """TensorProto.DataType -> bits of one element; strings have no fixed size."""
+_LISTS = {
+    **dict.fromkeys((1, 14), "float_data"),
+    **dict.fromkeys((11, 15), "double_data"),
+    **dict.fromkeys((12, 13), "uint64_data"),
+    7: "int64_data",
+    8: "string_data",
+}
+"""TensorProto.DataType -> the list that a tensor of this type may have; else `int32_data`."""
 _TYPE_ATTRIBUTES = ("to", "dtype", "output_dtype", "output_datatype")
 """Attributes of ONNX's operators that hold a TensorProto.DataType."""
 
@@ -73,6 +82,15 @@ def numpy_type(data_type: int) -> np.dtype[Any] | None:
         return np.dtype(ELEMENT_TYPES[data_type])
     except (KeyError, TypeError):
         return None
+
+
+class AttributeType(IntEnum):
+    """The types of AttributeProto whose values are read."""
+
+    INT = 2
+    TENSOR = 4
+    INTS = 7
+    SPARSE_TENSOR = 11
 
 
 class Raw(NamedTuple):
@@ -106,13 +124,20 @@ class Tensor:
     data_type: Annotated[int, 2] = 0
     name: Annotated[str, 8] = ""
     raw: Annotated[Raw | None, 9] = None
-    listed: Annotated[
-        Numbers | None,
-        {4: "f", 5: "varints", 6: "strings", 7: "varints", 10: "d", 11: "varints"},
-    ] = None
-    """`float_data`, `int32_data` and the like."""
+    float_data: Annotated[Numbers | None, {4: "f"}] = None
+    int32_data: Annotated[Numbers | None, {5: "varints"}] = None
+    string_data: Annotated[Numbers | None, {6: "strings"}] = None
+    int64_data: Annotated[Numbers | None, {7: "varints"}] = None
+    double_data: Annotated[Numbers | None, {10: "d"}] = None
+    uint64_data: Annotated[Numbers | None, {11: "varints"}] = None
     entries: Annotated[list[Entry], 13] = field(default_factory=list)
     location: Annotated[int, 14] = 0
+
+    @property
+    def listed(self) -> Numbers | None:
+        """The list that holds the values of this type, if they are in no other place."""
+        numbers: Numbers | None = getattr(self, _LISTS.get(self.data_type, "int32_data"))
+        return numbers
 
     @property
     def external(self) -> dict[str, str] | None:
@@ -213,6 +238,8 @@ class Attribute:
     ints: Annotated[Numbers | None, {8: "varints"}] = None
     tensors: Annotated[list[Tensor], 10] = field(default_factory=list)
     graphs: Annotated[list[Graph], 11] = field(default_factory=list)
+    type: Annotated[int, 20] = 0
+    """An `AttributeType`, or another: which of these is the value."""
     sparse: Annotated[SparseTensor | None, 22] = None
 
     def complete(self) -> None:

@@ -175,6 +175,21 @@ def test_a_stored_tensor_must_have_the_bytes_of_its_shape(tmp_path):
         check_allocations(path)
 
 
+def test_values_in_other_fields_than_those_of_the_type_hide_nothing(tmp_path):
+    """ONNX Runtime reads the field of a tensor's or an attribute's type and no other."""
+    size = helper.make_tensor("size", TensorProto.INT64, [1], [BIG])
+    assert size.int64_data
+    size.float_data[:], size.int32_data[:], size.string_data[:] = [1.0], [1] * 300, [b"x"]
+    path = saved(tmp_path / "model.onnx", [FILL], [size])
+    with pytest.raises(ArtifactError, match="node 'bomb'"):
+        check_allocations(path)
+    node = NODE("Constant", [], ["size"], value_ints=[2**16, 2**15])
+    node.attribute[0].t.CopyFrom(stored("", 1))
+    path = saved(tmp_path / "model.onnx", [node, FILL])
+    with pytest.raises(ArtifactError, match="node 'bomb'"):
+        check_allocations(path)
+
+
 @pytest.mark.parametrize("location", ["/etc/passwd", "../other", "", "absent.bin", "linked"])
 def test_external_data_is_a_file_beside_the_graph(tmp_path, location):
     (tmp_path / "other").write_bytes(bytes(64))
