@@ -206,7 +206,7 @@ def _late(*_: object) -> None:
 def _judged(model: Path, run: Callable[[], object]) -> str:
     """Run a case under the hook and return its outcome."""
     from enginery.core.errors import EngineryError
-    from enginery.core.model.confinement import confined
+    from enginery.core.trust.confinement import confined
 
     try:
         with confined(model=model, writable=[Path(os.environ["ENGINERY_HOME"])]) as confinement:

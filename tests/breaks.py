@@ -467,7 +467,7 @@ BREAKS = (
         "tests/core/test_shapes.py",
     ),
     Break(
-        "core/model/screening.py",
+        "core/trust/screening.py",
         "if nested or not _has_class(path, top, known_types):",
         "if nested and not _has_class(path, top, known_types):",
         "the code of a model of unknown type is not refused",

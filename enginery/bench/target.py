@@ -20,11 +20,11 @@ from enginery.core.artifact.manifest import GraphRecord, Manifest, SourceRecord
 from enginery.core.errors import ArtifactError, OptionError, ProviderError
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.model.files import ModelConfig
-from enginery.core.resource_limits import ResourceLimits, limited_call
 from enginery.core.shapes import Dim, TensorSpec, canonical_dim
+from enginery.core.trust.graph_limits import check_allocations
+from enginery.core.trust.resource_limits import ResourceLimits, limited_call
 from enginery.reports.benchmark import SubjectRecord
 from enginery.reports.validation import ValidationReport
-from enginery.runtime.onnxruntime.graph_limits import check_allocations
 from enginery.runtime.onnxruntime.session import tensor_spec
 
 IMAGE_AXES = {

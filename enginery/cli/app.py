@@ -24,7 +24,7 @@ from enginery.cli.help import COMMAND_GROUPS, EXAMPLES, HelpBySubject
 from enginery.core.errors import EngineryError, OptionError, join_problems, printable
 from enginery.core.extras import missing_package
 from enginery.core.paths import require_utf8
-from enginery.core.resource_limits import ResourceLimits, watching_own_calls
+from enginery.core.trust.resource_limits import ResourceLimits, watching_own_calls
 from enginery.core.version import __version__
 
 COMMANDS = {

@@ -32,8 +32,8 @@ from enginery.core import errors, module_runner
 from enginery.core.closing import Closeable
 from enginery.core.errors import EngineryError, MissingPackageError, os_errors_as
 from enginery.core.extras import missing_package
-from enginery.core.resource_limits import NO_LIMITS, ResourceLimits, watching
 from enginery.core.temporary import temporary_directory
+from enginery.core.trust.resource_limits import NO_LIMITS, ResourceLimits, watching
 
 _PIPE = "ENGINERY_PARENT_PIPE"
 """Environment variable with the descriptor of the pipe whose other end the parent holds."""

@@ -27,7 +27,7 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ExportError
 from enginery.core.model.feeds import FeedLimits, make_feeds
 from enginery.core.model.files import ModelConfig
-from enginery.core.model.onnx_structure import ELEMENT_TYPES, random_notes
+from enginery.core.model.random_numbers import random_notes
 from enginery.core.paths import list_tree
 from enginery.core.shapes import (
     Dim,
@@ -38,6 +38,7 @@ from enginery.core.shapes import (
     is_batch,
     resolve_dim,
 )
+from enginery.core.trust.onnx_structure import ELEMENT_TYPES
 from enginery.export.padding import GraphSession, measure_padding
 from enginery.runtime.image.processor import PIXEL_MASK
 

@@ -23,8 +23,9 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ExportError, OptionError, ShapeError, SourceError, nearest
 from enginery.core.model.feeds import FeedLimits, make_feeds
 from enginery.core.model.files import ModelConfig, PreprocessorConfig
-from enginery.core.model.screening import screen_model
 from enginery.core.shapes import INPUT_AXES, canonical_dim, dim_terms
+from enginery.core.trust.graph_limits import check_allocations
+from enginery.core.trust.screening import screen_model
 from enginery.export.config import (
     ExportConfig,
     image_options,
@@ -41,7 +42,6 @@ from enginery.export.graphs import (
 )
 from enginery.export.side_files import copy_side_files
 from enginery.passes.ir.opset import convert_opset
-from enginery.runtime.onnxruntime.graph_limits import check_allocations
 from enginery.runtime.sample_inputs import channel_axis
 
 _IMAGES = {

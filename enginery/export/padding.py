@@ -23,7 +23,7 @@ from enginery.core.artifact.manifest import GraphRecord, PaddingRecord
 from enginery.core.errors import ArtifactError
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.model.files import SpecialTokens
-from enginery.core.model.onnx_structure import is_random_input
+from enginery.core.model.random_numbers import is_random_input
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.text.batching import fill_rows
 from enginery.runtime.text.tokenizer import (

@@ -12,8 +12,8 @@ from pathlib import Path
 from enginery.core.errors import SourceError, UntrustedModelError
 from enginery.core.json_file import json_bytes, read_json
 from enginery.core.model.files import PreprocessorConfig, side_files
-from enginery.core.model.screening import refuse_linked_out
 from enginery.core.paths import is_relative_path
+from enginery.core.trust.screening import refuse_linked_out
 from enginery.core.versions import TRANSFORMERS5, transformers_family
 
 # Optimum and dynamo write these themselves, in the form that Optimum's loaders require.

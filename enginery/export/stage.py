@@ -20,13 +20,13 @@ from enginery.core.artifact.fingerprint import (
 from enginery.core.artifact.manifest import GraphRecord, Manifest, StageRecord
 from enginery.core.errors import ExportError, OptionError, SourceError, UntrustedModelError
 from enginery.core.home import store_log
-from enginery.core.model.onnx_structure import read_structure
 from enginery.core.model.source import ModelSource, resolve_source
 from enginery.core.paths import list_tree
 from enginery.core.progress import SILENT, Progress
 from enginery.core.python_environment import OWN_ENVIRONMENT, PythonEnvironment
-from enginery.core.resource_limits import ResourceLimits
 from enginery.core.subprocess import Supervision, run_in_subprocess
+from enginery.core.trust.onnx_structure import read_structure
+from enginery.core.trust.resource_limits import ResourceLimits
 from enginery.export.config import DEFAULT_OPSET, ExportConfig
 
 STAGE = "export"

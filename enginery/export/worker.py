@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from enginery.core.errors import ExportError
-from enginery.core.model.confinement import stay_offline
 from enginery.core.subprocess import peak_rss_bytes, report_phase, worker_main
+from enginery.core.trust.confinement import stay_offline
 from enginery.core.versions import (
     OPTIMUM,
     TRANSFORMERS5,

@@ -9,8 +9,8 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.external_data import load_graph
 from enginery.core.errors import ExportError
 from enginery.core.home import store_log
-from enginery.core.resource_limits import ResourceLimits
 from enginery.core.subprocess import Supervision, run_in_subprocess
+from enginery.core.trust.resource_limits import ResourceLimits
 from enginery.optimize.config import OptimizeConfig
 from enginery.optimize.fixed_cache import wants_fixed_cache
 from enginery.passes.attention.fuse import ATTENTIONS, count_unfused

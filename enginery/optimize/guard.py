@@ -25,10 +25,11 @@ import numpy as np
 
 from enginery.core.errors import ExportError
 from enginery.core.model.feeds import Feeds
-from enginery.core.model.onnx_structure import random_notes, read_structure
+from enginery.core.model.random_numbers import random_notes
 from enginery.core.progress import SILENT, Progress
 from enginery.core.temporary import temporary_directory
 from enginery.core.tolerance import Tolerance
+from enginery.core.trust.onnx_structure import read_structure
 from enginery.optimize.comparison import (
     OutputComparison,
     compare_outputs,

@@ -24,8 +24,8 @@ from enginery.core.artifact.fingerprint import combined_sha256, sha256_of
 from enginery.core.artifact.manifest import FileRecord
 from enginery.core.errors import ArtifactError, EngineryError, RejectedArtifactError
 from enginery.core.json_file import json_bytes
-from enginery.core.model.onnx_structure import read_structure
 from enginery.core.paths import list_tree, portable_name
+from enginery.core.trust.onnx_structure import read_structure
 from enginery.publish.card.figures import Reports
 from enginery.publish.card.model_card import CardFacts, model_card
 from enginery.publish.card.source import SourceCard, read_source_card

@@ -33,10 +33,10 @@ from enginery.core.errors import (
 )
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.model.files import ModelConfig
-from enginery.core.model.onnx_structure import read_structure
 from enginery.core.model.source import find_local
 from enginery.core.model.weights import find_local_weights
 from enginery.core.shapes import DimRange, Profile, TensorSpec
+from enginery.core.trust.onnx_structure import read_structure
 from enginery.engine import config as engine
 from enginery.export import config as export
 from enginery.export.tasks import task_name

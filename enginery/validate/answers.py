@@ -30,9 +30,10 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError, EngineryError, InputError, ShapeError
 from enginery.core.model.feeds import Feeds
 from enginery.core.model.files import ModelConfig, read_logit_score
-from enginery.core.model.onnx_structure import RANDOM_OPS, read_structure
+from enginery.core.model.random_numbers import RANDOM_OPS
 from enginery.core.precision import roundoff
 from enginery.core.tolerance import QuantizedTolerance, Tolerance
+from enginery.core.trust.onnx_structure import read_structure
 from enginery.reports.validation import AnswerMetrics, ValidationCaseResult
 from enginery.runtime.audio.processor import AudioProcessor
 from enginery.runtime.builtin_inputs import (

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import InputError, ShapeError
 from enginery.core.model.feeds import FeedLimits, Feeds, is_padding_mask, make_feeds
-from enginery.core.model.onnx_structure import is_random_input
+from enginery.core.model.random_numbers import is_random_input
 from enginery.core.shapes import Profile, TensorSpec, dim_terms, dynamic_dims
 from enginery.core.tolerance import QuantizedTolerance
 from enginery.reports.validation import GraphCoverage, ValidationCaseResult

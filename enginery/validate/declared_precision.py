@@ -15,7 +15,7 @@ from math import prod
 
 from enginery.core.artifact.artifact import MANIFEST, Artifact
 from enginery.core.errors import ArtifactError
-from enginery.core.model.onnx_structure import Graph, read_structure
+from enginery.core.trust.onnx_structure import Graph, read_structure
 
 # onnx.TensorProto.DataType; a validation that is up to date must not import onnx.
 _FLOAT_TYPES = {1: "fp32", 10: "fp16", 16: "bf16"}
@@ -43,7 +43,7 @@ def check_declared_precision(artifact: Artifact) -> None:
         top
         for record in manifest.graphs
         for model in [read_structure(artifact.path / record.file)]
-        for top in (model.graph, *model.functions)
+        for top in model.graphs
     ]
     graphs = [graph for top in tops for graph in _with_subgraphs(top)]
     quantized = manifest.is_quantized

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import InputError
 from enginery.core.model.feeds import Feeds
-from enginery.core.model.onnx_structure import RANDOM_OPS, random_input
+from enginery.core.model.random_numbers import RANDOM_OPS, random_input
 from enginery.core.shapes import TensorSpec
 from enginery.passes.ir.graph_file import read_graph, write_graph
 from enginery.passes.ir.nodes import all_nodes

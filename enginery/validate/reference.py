@@ -26,13 +26,14 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError, ExportError, InputError, ProviderError, SourceError
 from enginery.core.model.feeds import Feeds
 from enginery.core.model.files import ModelConfig
-from enginery.core.model.onnx_structure import RANDOM_OPS, read_structure
+from enginery.core.model.random_numbers import RANDOM_OPS
 from enginery.core.model.source import ModelSource, resolve_record, resolve_source
 from enginery.core.precision import roundoff
 from enginery.core.progress import Progress
 from enginery.core.python_environment import PythonEnvironment
+from enginery.core.trust.graph_limits import check_allocations
+from enginery.core.trust.onnx_structure import read_structure
 from enginery.runtime.agreement import read_model_pooling
-from enginery.runtime.onnxruntime.graph_limits import check_allocations
 from enginery.runtime.pytorch.reference import CONFINED, TorchProcess, TorchReference
 from enginery.runtime.tasks.classify import SCORES, Activation, activated, choose_activation
 from enginery.runtime.tasks.embed import SENTENCE_OUTPUT, TOKEN_OUTPUTS

@@ -33,12 +33,13 @@ from enginery.core.errors import ArtifactError, SourceError
 from enginery.core.home import enginery_home
 from enginery.core.json_file import read_document
 from enginery.core.model.feeds import FeedLimits
-from enginery.core.model.onnx_structure import keeping_structures, random_notes, read_structure
+from enginery.core.model.random_numbers import random_notes
 from enginery.core.model.source import resolve_source
 from enginery.core.progress import SILENT, Progress
 from enginery.core.python_environment import OWN_ENVIRONMENT, PythonEnvironment
 from enginery.core.shapes import Profile, profiles_by_graph
 from enginery.core.temporary import temporary_directory
+from enginery.core.trust.onnx_structure import read_structure
 from enginery.reports.validation import ValidationReport
 from enginery.reports.weights import WeightMetrics
 from enginery.runtime.providers.selection import choose_providers
@@ -153,7 +154,7 @@ def run(
             was altered.
     """
     inputs = InputFiles()
-    with inputs.unchanged(), keeping_structures():
+    with inputs.unchanged():
         with inputs.recording():
             artifact.check_files()
             key = fingerprint(artifact, config)

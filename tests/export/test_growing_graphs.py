@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -16,7 +18,7 @@ from enginery import export_model
 from enginery.core import subprocess as children
 from enginery.core.artifact.artifact import commit_artifact
 from enginery.core.errors import ExportError, SourceError
-from enginery.core.resource_limits import MEMORY_VARIABLE, TIME_VARIABLE
+from enginery.core.trust.resource_limits import MEMORY_VARIABLE, TIME_VARIABLE
 from tests.growing_graphs import growing_graphs
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads memory from /proc")
@@ -48,6 +50,22 @@ def test_graph_that_grows_is_refused_with_limit_and_option(tmp_path, monkeypatch
     monkeypatch.setenv(MEMORY_VARIABLE, "0.25")
     with pytest.raises(ExportError, match=rf"more than 0\.25 GiB of memory.*{MEMORY_VARIABLE}"):
         export_model(str(saved(tmp_path, "concat-1d-27")), out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("key", ["num_labels", "num_hidden_layers"])
+def test_config_that_asks_for_a_billion_is_refused_with_limit_and_option(
+    tiny_model, tmp_path, monkeypatch, key
+):
+    monkeypatch.setenv(MEMORY_VARIABLE, "1.25")
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model("bert", "text-classification"), model)
+    config = json.loads((model / "config.json").read_text())
+    config.pop("id2label")
+    (model / "config.json").write_text(json.dumps({**config, key: 10**9}))
+    with pytest.raises(ExportError, match=rf"more than 1\.25 GiB of memory.*{MEMORY_VARIABLE}"):
+        export_model(str(model), out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -104,7 +122,7 @@ def measured(words, scratch):
 def unchecked_artifact(folder, path):
     """Return an artifact of a graph as its author would make it: no export has seen the graph."""
     from enginery.core.artifact.manifest import GraphRecord, Manifest, SourceRecord
-    from enginery.core.model.onnx_structure import read_structure
+    from enginery.core.trust.onnx_structure import read_structure
 
     inputs, outputs = read_structure(path).interface()
     folder.mkdir()

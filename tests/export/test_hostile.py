@@ -16,7 +16,7 @@ import pytest
 from enginery import bench_model, export_model, validate_model
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import ArtifactError, EngineryError, SourceError, UntrustedModelError
-from enginery.core.model.confinement import stay_offline
+from enginery.core.trust.confinement import stay_offline
 from enginery.core.versions import TRANSFORMERS5, transformers_family
 from tests.environments import needs_transformers5
 

@@ -58,7 +58,7 @@ def structure(text):
     """Return the first graph of a model as validate reads it."""
     import onnx
 
-    from enginery.core.model.onnx_structure import read_structure
+    from enginery.core.trust.onnx_structure import read_structure
 
     def read(path):
         onnx.save(onnx.parser.parse_model(text), str(path))

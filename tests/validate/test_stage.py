@@ -20,7 +20,6 @@ from enginery.core.errors import (
     ShapeError,
     SourceError,
 )
-from enginery.core.model import onnx_structure
 from enginery.core.progress import Silent
 from enginery.reports.validation import OutputMetrics, ValidationCaseResult, ValidationReport
 from enginery.validate.config import ValidateConfig
@@ -317,22 +316,6 @@ def test_damaged_tokenizer_is_noted_and_answers_nothing(exported, copied):
 
 
 # Graphs
-
-
-@pytest.mark.more
-def test_each_graph_is_read_once(exported, copied, monkeypatch):
-    """Sessions are opened on it many times, and each checks it before."""
-    artifact, sizes = copied(exported("gpt2", "text-generation-with-past")), []
-
-    class Reader(onnx_structure._Reader):
-        def model(self):
-            sizes.append(len(self.data))
-            return super().model()
-
-    monkeypatch.setattr(onnx_structure, "_Reader", Reader)
-    validate_model(artifact, effort="quick")
-    graphs = [(artifact.path / record.file).stat().st_size for record in artifact.manifest.graphs]
-    assert [sizes.count(size) for size in graphs] == [1] * len(graphs)
 
 
 # Verdicts

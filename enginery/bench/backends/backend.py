@@ -17,8 +17,8 @@ from enginery.core.artifact.fingerprint import runtime_version
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import EngineryError, InputError
 from enginery.core.model.feeds import Feeds
-from enginery.core.resource_limits import ResourceLimits, limited_call, read_sizes
 from enginery.core.shapes import choose_profile
+from enginery.core.trust.resource_limits import ResourceLimits, limited_call, read_sizes
 from enginery.runtime.engines.padding import dim_sizes
 from enginery.runtime.engines.selection import choose_with_engines, reachable_profile, wrapper_path
 from enginery.runtime.onnxruntime.binding import BUCKETS, run_options

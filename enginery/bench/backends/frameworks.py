@@ -19,6 +19,7 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import InputError, ProviderError
 from enginery.core.model.feeds import Feeds
 from enginery.core.model.source import resolve_record
+from enginery.core.trust.resource_limits import ResourceLimits, limited_call
 from enginery.runtime.providers.selection import REQUESTED
 from enginery.runtime.pytorch.runner import TorchOptions, TorchRunner, guarded, load_pytorch
 
@@ -61,7 +62,13 @@ class PyTorchBackend:
             trust_remote_code=plan.trust_remote_code,
             device=device,
         )
-        with guarded(source.path, trust_remote_code=plan.trust_remote_code):
+        files = (source.path / name for name in source.record.files)
+        file_bytes = sum(file.stat().st_size for file in files if file.is_file())
+        limits = ResourceLimits.of_checkpoint(file_bytes=file_bytes)
+        with (
+            limited_call(kind, lambda: limits),
+            guarded(source.path, trust_remote_code=plan.trust_remote_code),
+        ):
             if _is_whole(artifact, record):
                 self._model = load_pytorch(
                     source.path,

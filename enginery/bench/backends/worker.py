@@ -35,12 +35,12 @@ from enginery.core.artifact.artifact import Artifact  # noqa: E402
 from enginery.core.artifact.manifest import GraphRecord, Manifest  # noqa: E402
 from enginery.core.errors import ProviderError  # noqa: E402
 from enginery.core.extras import missing_packages_as_errors  # noqa: E402
-from enginery.core.resource_limits import watching_own_calls  # noqa: E402
 from enginery.core.subprocess import (  # noqa: E402
     WorkerResult,
     peak_rss_bytes,
     serve_requests,
 )
+from enginery.core.trust.resource_limits import watching_own_calls  # noqa: E402
 from enginery.runtime.nvml import Nvml  # noqa: E402
 
 

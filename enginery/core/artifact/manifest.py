@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -105,6 +105,13 @@ class GraphRecord(_Record):
     """Sizes of dims that need more than a few elements, as the graph was traced: audio samples."""
     padding: PaddingRecord | None = None
     """How texts are padded; None if it was not measured: the model's files say it then."""
+
+    @property
+    def data_beside(self) -> set[str]:
+        """External data files, relative to the folder of the graph."""
+        folder = PurePosixPath(self.file).parent
+        files = map(PurePosixPath, self.data_files)
+        return {str(file.relative_to(folder)) for file in files if file.is_relative_to(folder)}
 
     def require_interface(
         self, path: Path, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]

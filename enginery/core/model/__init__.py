@@ -1,1 +1,1 @@
-"""Source models: finding, screening and reading their files, and confining their code."""
+"""Source models: finding and reading their files."""

@@ -1,66 +1,41 @@
-"""Read the JSON files of a model into typed and bounded values.
+"""The JSON files of a model, as types with the keys that are read of them.
 
 >>> ModelConfig.read(artifact.path).model_type
 'bert'
 
-Unknown keys are ignored. Every known key is optional, and null counts as missing, because
-transformers writes null for many defaults. An integer may be written as `30522`, `30522.0` or
-`"30522"`. The bounds are far above those of any published model. They keep synthetic inputs and
-images at sizes that fit into memory, whatever a file says.
+A key has a range of its own only if a value out of it would allocate more memory than any published
+model needs, or give wrong results that nothing else notices.
 """
 
 from __future__ import annotations
 
 import math
 import re
-import reprlib
-from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    TypeAdapter,
-    ValidationError,
-    WrapValidator,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from typing_extensions import override
 
 from enginery.core.errors import ArtifactError, EngineryError
-from enginery.core.json_file import load_json, read_json
+from enginery.core.trust.bounds import (
+    Count,
+    Settings,
+    SettingsFile,
+    TokenId,
+    conflict,
+    expected,
+    number,
+    read_list,
+)
 
-MAX_VOCABULARY = 2**24
-"""Tokens; the largest published vocabularies have 2**18."""
-MAX_POSITIONS = 2**31 - 1
-"""Tokens, or samples of audio."""
 MAX_IMAGE_EDGE = 2**13
-"""Pixels of synthetic and preprocessed images."""
+"""Pixels of preprocessed images."""
 _MAX_AUDIO_FRAME = 2**20
 """Samples of audio for eight frames; 2**12 in wav2vec2."""
 _AUDIO_FRAMES = 8
-_MAX_CONVOLUTIONS = 64
-"""Consecutive convolutions of an audio encoder; 7 in wav2vec2."""
 MAX_FRAMES = 2**14
 """Frames of a spectrogram; 3000 in Whisper."""
-
-T = TypeVar("T")
-
-
-def _expected(words: str) -> WrapValidator:
-    """Replace pydantic's message on an invalid value by these words."""
-
-    def validate(value: Any, handler: Callable[[Any], Any]) -> Any:
-        try:
-            return handler(value)
-        except ValidationError:
-            raise PydanticCustomError("expected", "{words}", {"words": words}) from None
-
-    return WrapValidator(validate)
 
 
 def _size_as_object(value: Any) -> Any:
@@ -95,82 +70,31 @@ def _number_as_text(value: Any) -> Any:
     return str(value) if isinstance(value, int | float) else value
 
 
-String = Annotated[str, _expected("a string")]
-Flag = Annotated[bool, _expected("true or false")]
-Count = Annotated[
-    int, Field(ge=0, le=MAX_POSITIONS), _expected(f"an integer from 0 to {MAX_POSITIONS}")
-]
-Vocabulary = Annotated[
-    int, Field(ge=0, le=MAX_VOCABULARY), _expected(f"an integer from 0 to {MAX_VOCABULARY}")
-]
-TokenId = Annotated[
-    int, Field(ge=-1, le=MAX_POSITIONS), _expected(f"an integer from -1 to {MAX_POSITIONS}")
-]
-Frames = Annotated[int, Field(ge=1, le=MAX_FRAMES), _expected(f"an integer from 1 to {MAX_FRAMES}")]
-Steps = Annotated[
-    Annotated[
-        tuple[Annotated[int, Field(ge=1, le=_MAX_AUDIO_FRAME)], ...],
-        Field(max_length=_MAX_CONVOLUTIONS),
-    ],
-    _expected(f"a list of {_MAX_CONVOLUTIONS} integers at most, from 1 to {_MAX_AUDIO_FRAME}"),
-]
-Label = Annotated[str, BeforeValidator(_number_as_text), _expected("a string")]
+Vocabulary = Annotated[int, number(0, 2**24)]
+"""Synthetic inputs are drawn from a list of all tokens; the largest vocabularies have 2**18."""
+Frames = Annotated[int, number(1, MAX_FRAMES)]
+MelBins = Annotated[int, number(1, 2**10)]
+Window = Annotated[int, number(2, 2**14)]
+Steps = Annotated[tuple[Annotated[int, number(1, _MAX_AUDIO_FRAME)], ...], Field(max_length=64)]
+"""Of the convolutions of an audio encoder, one after the other; 7 in wav2vec2."""
+Label = Annotated[str, BeforeValidator(_number_as_text)]
 SpecialToken = Annotated[
-    str, BeforeValidator(_token_text), _expected("a string, or an object with 'content'")
+    str, BeforeValidator(_token_text), expected("a string, or an object with 'content'")
 ]
-_Mean = Annotated[float, Field(ge=-1e6, le=1e6)]
-_Deviation = Annotated[float, Field(ge=1e-6, le=1e6)]
+_Mean = Annotated[float, number(-1e6, 1e6)]
+_Deviation = Annotated[float, number(1e-6, 1e6)]
 ChannelMeans = Annotated[
-    _Mean | tuple[_Mean, ...], _expected("a number from -1e6 to 1e6, or a list of them")
+    _Mean | tuple[_Mean, ...], expected("a number from -1e6 to 1e6, or a list of them")
 ]
 ChannelDeviations = Annotated[
-    _Deviation | tuple[_Deviation, ...],
-    _expected("a number from 1e-6 to 1e6, or a list of them"),
+    _Deviation | tuple[_Deviation, ...], expected("a number from 1e-6 to 1e6, or a list of them")
 ]
 
 
-class _Values(BaseModel):
-    """The keys that are read of a JSON object."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            return {key: value for key, value in data.items() if value is not None}
-        return data
+_Edge = Annotated[int, number(1, 2**24)]  # some processors write a number of pixels here
 
 
-class _File(_Values):
-    """A JSON file in the directory of a model."""
-
-    FILE: ClassVar[str]
-
-    @classmethod
-    def read(cls, directory: Path, *, error: type[EngineryError] = ArtifactError) -> Self:
-        """Read the file in a model's directory; if it is missing, all keys are.
-
-        Args:
-            directory: directory of an artifact or a model.
-            error: class of the error to raise; SourceError for a model that is being exported.
-
-        Raises:
-            EngineryError: the file is not a JSON object, or a value has the wrong type or is out
-                of range; the class is `error`.
-        """
-        return cls._read(directory / cls.FILE, error)
-
-    @classmethod
-    def _read(cls, file: Path, error: type[EngineryError]) -> Self:
-        document = read_json(file, error=error)
-        return _validated(file, lambda: cls.model_validate(document), error)
-
-
-_Edge = Annotated[int, Field(ge=1, le=2**24)]  # some processors write a number of pixels here
-
-
-class ImageSize(_Values):
+class ImageSize(Settings):
     """Size of an image: one edge, height and width, or limits of its edges."""
 
     edge: _Edge | None = None
@@ -196,24 +120,24 @@ class ImageSize(_Values):
 ImageSizeValue = Annotated[
     ImageSize,
     BeforeValidator(_size_as_object),
-    _expected("a positive number, height and width, or a shortest_edge"),
+    expected("a positive number, height and width, or a shortest_edge"),
 ]
 
 
-class ModelPart(_Values):
+class ModelPart(Settings):
     """Keys of a config.json, or of its text or vision part, that concern inputs."""
 
-    model_type: String = ""
+    model_type: str = ""
     vocab_size: Vocabulary = 0
     """0 if missing."""
     type_vocab_size: Vocabulary = 0
     pad_token_id: TokenId | None = None
-    eos_token_id: Annotated[TokenId | tuple[TokenId, ...], _expected("token ids")] | None = None
+    eos_token_id: Annotated[TokenId | tuple[TokenId, ...], expected("token ids")] | None = None
     max_position_embeddings: Count = 0
     n_positions: Count = 0
     max_target_positions: Count = 0
     """Of the decoder of a model of speech."""
-    position_biased_input: Flag = True
+    position_biased_input: bool = True
     """DeBERTa: false if positions are relative."""
     hidden_size: Count = 0
     d_model: Count = 0
@@ -226,9 +150,7 @@ class ModelPart(_Values):
     conv_kernel: Annotated[Steps | None, BeforeValidator(_kernels)] = None
     conv_stride: Steps | None = None
     max_source_positions: Frames | None = None
-    num_mel_bins: (
-        Annotated[int, Field(ge=1, le=2**10), _expected("an integer from 1 to 1024")] | None
-    ) = None
+    num_mel_bins: MelBins | None = None
     max_length: Count = 0
     num_codebooks: Count = 0
     """Codebooks of an audio decoder, each with a row of tokens; 0 for other models."""
@@ -275,16 +197,7 @@ class ModelPart(_Values):
         return self.max_length if is_ast and self.max_length else None
 
     @model_validator(mode="after")
-    def _check_image(self) -> Self:
-        size = self.image_size
-        if size is not None and size.longest > MAX_IMAGE_EDGE:
-            raise _conflict("image_size", size.longest, f"{MAX_IMAGE_EDGE} pixels at most")
-        return self
-
-    @model_validator(mode="after")
     def _check_audio(self) -> Self:
-        if (self.spectrogram_frames or 0) > MAX_FRAMES:
-            raise _conflict("max_length", self.max_length, f"an integer up to {MAX_FRAMES}")
         self.require_audio_frame()
         return self
 
@@ -294,10 +207,10 @@ class ModelPart(_Values):
         if kernels is None or strides is None:
             return
         if len(kernels) != len(strides):
-            raise _conflict("conv_stride", list(strides), f"{len(kernels)} numbers as conv_kernel")
+            raise conflict("conv_stride", list(strides), f"{len(kernels)} numbers as conv_kernel")
         if self.audio_samples > _MAX_AUDIO_FRAME:
             words = f"strides that need at most {_MAX_AUDIO_FRAME} samples for eight frames"
-            raise _conflict("conv_stride", list(strides), words)
+            raise conflict("conv_stride", list(strides), words)
 
 
 _NestedPart = Annotated[
@@ -349,21 +262,21 @@ class VisionLanguagePart(ModelPart):
         return (height // vision.patch_size) * (width // vision.patch_size)
 
 
-class ModelConfig(ModelPart, _File):
+class ModelConfig(ModelPart, SettingsFile):
     """config.json."""
 
     FILE = "config.json"
 
-    architecture: String = ""
+    architecture: str = ""
     """Name of the model in timm; only in files from timm."""
-    architectures: Annotated[tuple[String, ...], _expected("a list of strings")] = ()
-    tokenizer_class: String = ""
-    is_encoder_decoder: Flag = False
-    is_causal: Flag = True
+    architectures: tuple[str, ...] = ()
+    tokenizer_class: str = ""
+    is_encoder_decoder: bool = False
+    is_causal: bool = True
     """False for a decoder that was trained to read texts in both directions."""
-    problem_type: String = ""
+    problem_type: str = ""
     id2label: dict[int, Label] = Field(default_factory=dict)
-    label2id: dict[str, Annotated[int, _expected("an integer")]] = Field(default_factory=dict)
+    label2id: dict[str, int] = Field(default_factory=dict)
     text_config: ModelPart | None = None
     vision_config: ModelPart | None = None
     vlm_config: VisionLanguagePart | None = None
@@ -431,12 +344,12 @@ class ModelConfig(ModelPart, _File):
         merged = self.merged()
         if merged.position_limit() < 1:
             words = f"more than pad_token_id + 1, where {self.model_type} starts its positions"
-            raise _conflict("max_position_embeddings", merged.positions, words)
+            raise conflict("max_position_embeddings", merged.positions, words)
         merged.require_audio_frame()  # kernels and strides may come from different parts
         return self
 
 
-class SpecialTokens(_Values):
+class SpecialTokens(Settings):
     """Special tokens by role, in the order in which transformers adds them to a vocabulary."""
 
     bos_token: SpecialToken | None = None
@@ -448,19 +361,19 @@ class SpecialTokens(_Values):
     mask_token: SpecialToken | None = None
 
 
-class AddedTokenValue(_Values):
+class AddedTokenValue(Settings):
     """A token with its flags, as in `added_tokens_decoder`."""
 
-    content: String
-    single_word: Flag = False
-    lstrip: Flag = False
-    rstrip: Flag = False
-    normalized: Flag | None = None
+    content: str
+    single_word: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool | None = None
     """None: True unless the token is special, as for `AddedToken`."""
-    special: Flag = False
+    special: bool = False
 
 
-class _SpecialTokensFile(SpecialTokens, _File):
+class _SpecialTokensFile(SpecialTokens, SettingsFile):
     """A file with special tokens by role, as strings or objects."""
 
     objects: dict[str, AddedTokenValue] = Field(default_factory=dict)
@@ -476,10 +389,7 @@ class _SpecialTokensFile(SpecialTokens, _File):
         return {**data, "objects": objects}
 
 
-MoreTokens = Annotated[
-    list[Annotated[AddedTokenValue, BeforeValidator(_token_object)]],
-    _expected("a list of tokens"),
-]
+MoreTokens = list[Annotated[AddedTokenValue, BeforeValidator(_token_object)]]
 """Special tokens without a role, as strings or objects."""
 
 
@@ -491,11 +401,11 @@ class SpecialTokensMap(_SpecialTokensFile):
     additional_special_tokens: MoreTokens = Field(default_factory=list)
 
 
-class NamedTemplate(_Values):
+class NamedTemplate(Settings):
     """One of several chat templates."""
 
-    name: String = ""
-    template: String = ""
+    name: str = ""
+    template: str = ""
 
 
 TOKENIZERS_BACKEND = "TokenizersBackend"
@@ -507,43 +417,43 @@ class TokenizerConfig(_SpecialTokensFile):
 
     FILE = "tokenizer_config.json"
 
-    tokenizer_class: String = ""
-    model_max_length: Annotated[float, Field(allow_inf_nan=False), _expected("a number")] = 0
+    tokenizer_class: str = ""
+    model_max_length: Annotated[float, Field(allow_inf_nan=False)] = 0
     """Tokens; 0 if missing. transformers writes 1e30 for no limit."""
-    max_len: Annotated[float, Field(allow_inf_nan=False), _expected("a number")] = 0
+    max_len: Annotated[float, Field(allow_inf_nan=False)] = 0
     """The name of `model_max_length` in old files."""
-    do_lower_case: Flag = True
-    strip_accents: Flag | None = None
+    do_lower_case: bool = True
+    strip_accents: bool | None = None
     """None: accents are stripped if the text is lowercased."""
-    tokenize_chinese_chars: Flag = True
-    add_prefix_space: Flag | None = None
+    tokenize_chinese_chars: bool = True
+    add_prefix_space: bool | None = None
     """None: the default of the tokenizer's class."""
-    trim_offsets: Flag | None = None
-    add_bos_token: Flag | None = None
-    add_eos_token: Flag | None = None
-    split_special_tokens: Flag = False
+    trim_offsets: bool | None = None
+    add_bos_token: bool | None = None
+    add_eos_token: bool | None = None
+    split_special_tokens: bool = False
     additional_special_tokens: MoreTokens = Field(default_factory=list)
     extra_special_tokens: Annotated[MoreTokens, BeforeValidator(_list_items)] = Field(
         default_factory=list
     )
     """Special tokens with roles of this model's own."""
     added_tokens_decoder: dict[Count, AddedTokenValue] = Field(default_factory=dict)
-    truncation_side: Annotated[Literal["left", "right"], _expected("'left' or 'right'")] = "right"
-    padding_side: Annotated[Literal["left", "right"], _expected("'left' or 'right'")] = "right"
-    model_input_names: Annotated[tuple[String, ...], _expected("a list of strings")] = ()
+    truncation_side: Literal["left", "right"] = "right"
+    padding_side: Literal["left", "right"] = "right"
+    model_input_names: tuple[str, ...] = ()
     """What the tokenizer gives to the model; empty for the default of its class, `input_names`."""
     word_delimiter_token: SpecialToken | None = None
     """CTC: the token between words; None for `|`."""
-    replace_word_delimiter_char: String = " "
+    replace_word_delimiter_char: str = " "
     """CTC: what is written between words."""
-    target_lang: String = ""
+    target_lang: str = ""
     """CTC: the language, for a vocabulary by language."""
-    clean_up_tokenization_spaces: Flag = False
-    src_lang: String = ""
+    clean_up_tokenization_spaces: bool = False
+    src_lang: str = ""
     """The source language of a translation model; empty if missing."""
-    legacy_behaviour: Flag = False
+    legacy_behaviour: bool = False
     """NLLB: put the source language behind a text."""
-    chat_template: String | list[NamedTemplate] = ""
+    chat_template: str | list[NamedTemplate] = ""
 
     @property
     def default_chat_template(self) -> str:
@@ -576,14 +486,14 @@ class TokenizerConfig(_SpecialTokensFile):
         return self.model_input_names or ("input_ids", *types, "attention_mask")
 
 
-class ProcessingArguments(_Values):
+class ProcessingArguments(Settings):
     """`processing_kwargs` of sentence_bert_config.json."""
 
     chat_template: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
     """Variables of the chat template."""
 
 
-class SentenceBertConfig(_File):
+class SentenceBertConfig(SettingsFile):
     """sentence_bert_config.json, or a file of sentence-transformers' earlier classes."""
 
     FILE = "sentence_bert_config.json"
@@ -598,33 +508,33 @@ class SentenceBertConfig(_File):
 
     max_seq_length: Count = 0
     """0 if missing."""
-    do_lower_case: Flag = False
-    modality_config: dict[String, Any] = Field(default_factory=dict)
+    do_lower_case: bool = False
+    modality_config: dict[str, Any] = Field(default_factory=dict)
     """Kinds of input, such as `text` and `message`, and how the model takes them."""
     processing_kwargs: ProcessingArguments = Field(default_factory=ProcessingArguments)
-    file_name: String = FILE
+    file_name: str = FILE
     """Name of the file that was read."""
 
     @classmethod
     @override
     def read(cls, directory: Path, *, error: type[EngineryError] = ArtifactError) -> Self:
-        """Read the first of `FILES` that there is; see `_File.read`."""
+        """Read the first of `FILES` that there is; see `SettingsFile.read`."""
         name = next((name for name in cls.FILES if (directory / name).is_file()), cls.FILE)
         return cls._read(directory / name, error).model_copy(update={"file_name": name})
 
 
-class SentenceTransformersConfig(_File):
+class SentenceTransformersConfig(SettingsFile):
     """config_sentence_transformers.json."""
 
     FILE = "config_sentence_transformers.json"
 
-    prompts: dict[str, Annotated[str | None, _expected("a string")]] = Field(default_factory=dict)
-    default_prompt_name: String = ""
-    truncate_dim: Annotated[int, Field(ge=1), _expected("an integer of 1 or more")] | None = None
+    prompts: dict[str, str | None] = Field(default_factory=dict)
+    default_prompt_name: str = ""
+    truncate_dim: Annotated[int, Field(ge=1)] | None = None
     """Number of leading dimensions to keep of a vector; None for all."""
 
 
-class PoolingConfig(_File):
+class PoolingConfig(SettingsFile):
     """config.json of a Pooling module; unknown `pooling_mode_…` keys are kept as extras."""
 
     model_config = ConfigDict(extra="allow")
@@ -632,17 +542,16 @@ class PoolingConfig(_File):
     FILE = "config.json"
 
     pooling_mode: Annotated[
-        tuple[String, ...],
+        tuple[str, ...],
         BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
-        _expected("a string or a list of strings"),
     ] = ()
-    pooling_mode_cls_token: Flag = False
-    pooling_mode_max_tokens: Flag = False
-    pooling_mode_mean_tokens: Flag = False
-    pooling_mode_mean_sqrt_len_tokens: Flag = False
-    pooling_mode_weightedmean_tokens: Flag = False
-    pooling_mode_lasttoken: Flag = False
-    include_prompt: Flag = True
+    pooling_mode_cls_token: bool = False
+    pooling_mode_max_tokens: bool = False
+    pooling_mode_mean_tokens: bool = False
+    pooling_mode_mean_sqrt_len_tokens: bool = False
+    pooling_mode_weightedmean_tokens: bool = False
+    pooling_mode_lasttoken: bool = False
+    include_prompt: bool = True
 
     def unknown_modes(self) -> list[str]:
         """Return the `pooling_mode_…` keys that are set but unknown."""
@@ -650,28 +559,28 @@ class PoolingConfig(_File):
         return [key for key, on in extras.items() if key.startswith("pooling_mode_") and on]
 
 
-class SpladePoolingConfig(_File):
+class SpladePoolingConfig(SettingsFile):
     """config.json of a SpladePooling module."""
 
     FILE = "config.json"
 
-    pooling_strategy: String = "max"
-    activation_function: String = "relu"
+    pooling_strategy: str = "max"
+    activation_function: str = "relu"
 
 
-class DenseConfig(_File):
+class DenseConfig(SettingsFile):
     """config.json of a Dense module."""
 
     FILE = "config.json"
 
     in_features: Count
     out_features: Count
-    bias: Flag = True
-    activation_function: String = "torch.nn.modules.activation.Tanh"
+    bias: bool = True
+    activation_function: str = "torch.nn.modules.activation.Tanh"
     """Name of the activation's class, in full."""
-    module_input_name: String = "sentence_embedding"
-    module_output_name: String = "sentence_embedding"
-    use_residual: Flag = False
+    module_input_name: str = "sentence_embedding"
+    module_output_name: str = "sentence_embedding"
+    use_residual: bool = False
 
     @property
     def activation(self) -> str:
@@ -679,7 +588,7 @@ class DenseConfig(_File):
         return self.activation_function.rpartition(".")[2]
 
 
-class LayerNormConfig(_File):
+class LayerNormConfig(SettingsFile):
     """config.json of a LayerNorm module."""
 
     FILE = "config.json"
@@ -687,7 +596,7 @@ class LayerNormConfig(_File):
     dimension: Count
 
 
-class LogitScoreConfig(_File):
+class LogitScoreConfig(SettingsFile):
     """config.json of a LogitScore module: a reranker whose score is the logit of a token."""
 
     FILE = "config.json"
@@ -697,11 +606,11 @@ class LogitScoreConfig(_File):
     """None: the logit of the other token alone is the score."""
 
 
-class SentenceModule(_Values):
+class SentenceModule(Settings):
     """One entry of modules.json."""
 
-    type: String = ""
-    path: String = ""
+    type: str = ""
+    path: str = ""
 
     @property
     def kind(self) -> str:
@@ -716,14 +625,7 @@ def read_modules(directory: Path) -> list[SentenceModule]:
         ArtifactError: modules.json is not a list of modules, or a path leaves the directory.
     """
     file = directory / "modules.json"
-    document = load_json(file, error=ArtifactError)
-    if not isinstance(document, list):
-        raise ArtifactError(
-            f"{file} contains a {type(document).__name__}, expected a list of modules."
-        )
-    modules = _validated(
-        file, lambda: TypeAdapter(list[SentenceModule]).validate_python(document), ArtifactError
-    )
+    modules = read_list(file, SentenceModule, "modules")
     for module in modules:
         path = PurePosixPath(module.path)
         if path.is_absolute() or ".." in path.parts or "\0" in module.path:
@@ -791,10 +693,7 @@ def _present_modules(directory: Path) -> list[SentenceModule]:
     return read_modules(directory) if (directory / "modules.json").is_file() else []
 
 
-_Divisor = Annotated[int, Field(ge=1, le=2**12), _expected("an integer from 1 to 4096")]
-
-
-class PreprocessorConfig(_File):
+class PreprocessorConfig(SettingsFile):
     """preprocessor_config.json. None means the default of the image processor.
 
     Null switches a step off (`do_…`), as in transformers: processors of the fast classes save it.
@@ -802,38 +701,30 @@ class PreprocessorConfig(_File):
 
     FILE = "preprocessor_config.json"
 
-    image_processor_type: String = ""
-    feature_extractor_type: String = ""
-    do_resize: Flag | None = None
+    image_processor_type: str = ""
+    feature_extractor_type: str = ""
+    do_resize: bool | None = None
     size: ImageSizeValue | None = None
-    resample: Annotated[int, Field(ge=0, le=5), _expected("an integer from 0 to 5")] | None = None
-    do_center_crop: Flag | None = None
+    resample: Annotated[int, number(0, 5)] | None = None
+    do_center_crop: bool | None = None
     crop_size: ImageSizeValue | None = None
-    crop_pct: Annotated[float, Field(ge=0.1, le=2), _expected("a number from 0.1 to 2")] | None = (
-        None
-    )
-    do_rescale: Flag | None = None
-    rescale_factor: (
-        Annotated[float, Field(gt=0, le=1e3), _expected("a number above 0, up to 1000")] | None
-    ) = None
-    rescale_offset: Flag | None = None
-    do_normalize: Flag | None = None
-    include_top: Flag | None = None
-    do_align_long_axis: Flag | None = None
-    do_thumbnail: Flag | None = None
-    do_pad: Flag | None = None
+    crop_pct: Annotated[float, number(0.1, 2)] | None = None
+    do_rescale: bool | None = None
+    rescale_factor: Annotated[float, Field(gt=0, le=1e3)] | None = None
+    rescale_offset: bool | None = None
+    do_normalize: bool | None = None
+    include_top: bool | None = None
+    do_align_long_axis: bool | None = None
+    do_thumbnail: bool | None = None
+    do_pad: bool | None = None
     pad_size: ImageSizeValue | None = None
     max_size: _Edge | None = None
     """The longest edge, in files with a number as `size`."""
-    size_divisor: (
-        Annotated[int, Field(ge=0, le=2**12), _expected("an integer from 0 to 4096")] | None
-    ) = None
-    keep_aspect_ratio: Flag | None = None
-    ensure_multiple_of: _Divisor | None = None
-    do_flip_channel_order: Flag | None = None
-    channel_order: (
-        Annotated[Literal["rgb", "bgr", "gray"], _expected("'rgb', 'bgr' or 'gray'")] | None
-    ) = None
+    size_divisor: Annotated[int, number(0, 2**12)] | None = None
+    keep_aspect_ratio: bool | None = None
+    ensure_multiple_of: Annotated[int, number(1, 2**12)] | None = None
+    do_flip_channel_order: bool | None = None
+    channel_order: Literal["rgb", "bgr", "gray"] | None = None
     """Only in files that the import of an .onnx file writes."""
     image_mean: ChannelMeans | None = None
     image_std: ChannelDeviations | None = None
@@ -859,90 +750,36 @@ _MAX_CHUNK = 2**26
 """Samples of the fixed length that a feature extractor pads audio to; 480,000 in Whisper."""
 
 
-class FeatureExtractorConfig(_File):
+class FeatureExtractorConfig(SettingsFile):
     """preprocessor_config.json of a model for audio. None means the feature extractor's default."""
 
     FILE = "preprocessor_config.json"
 
-    feature_extractor_type: String = ""
-    feature_size: (
-        Annotated[int, Field(ge=1, le=2**10), _expected("an integer from 1 to 1024")] | None
-    ) = None
-    sampling_rate: (
-        Annotated[int, Field(ge=1000, le=768_000), _expected("an integer from 1000 to 768000")]
-        | None
-    ) = None
+    feature_extractor_type: str = ""
+    feature_size: MelBins | None = None
+    sampling_rate: Annotated[int, number(1000, 768_000)] | None = None
     hop_length: Frames | None = None
-    chunk_length: (
-        Annotated[int, Field(ge=1, le=3600), _expected("an integer from 1 to 3600")] | None
-    ) = None
-    n_fft: Annotated[int, Field(ge=2, le=2**14), _expected("an integer from 2 to 16384")] | None = (
-        None
-    )
-    win_length: (
-        Annotated[int, Field(ge=2, le=2**14), _expected("an integer from 2 to 16384")] | None
-    ) = None
-    preemphasis: Annotated[float, Field(ge=0, le=1), _expected("a number from 0 to 1")] | None = (
-        None
-    )
-    num_mel_bins: (
-        Annotated[int, Field(ge=1, le=2**10), _expected("an integer from 1 to 1024")] | None
-    ) = None
+    chunk_length: Annotated[int, number(1, 3600)] | None = None
+    n_fft: Window | None = None
+    win_length: Window | None = None
+    preemphasis: Annotated[float, number(0, 1)] | None = None
+    num_mel_bins: MelBins | None = None
     max_length: Frames | None = None
     padding_value: _Mean | None = None
-    padding_side: Annotated[Literal["left", "right"], _expected("'left' or 'right'")] | None = None
-    dither: Annotated[float, Field(ge=0, le=1e6), _expected("a number from 0 to 1e6")] | None = None
-    do_normalize: Flag | None = None
+    padding_side: Literal["left", "right"] | None = None
+    dither: Annotated[float, number(0, 1e6)] | None = None
+    do_normalize: bool | None = None
     mean: _Mean | None = None
     std: _Deviation | None = None
-    do_ceptral_normalize: Flag | None = None
-    normalize_means: Flag | None = None
-    normalize_vars: Flag | None = None
-    return_attention_mask: Flag | None = None
+    do_ceptral_normalize: bool | None = None
+    normalize_means: bool | None = None
+    normalize_vars: bool | None = None
+    return_attention_mask: bool | None = None
 
     @model_validator(mode="after")
     def _check_chunk(self) -> Self:
         samples = (self.chunk_length or 0) * (self.sampling_rate or 16_000)
         if samples > _MAX_CHUNK:
             words = f"a length of at most {_MAX_CHUNK} samples"
-            raise _conflict("chunk_length", self.chunk_length, words)
+            raise conflict("chunk_length", self.chunk_length, words)
         return self
-
-
-def _conflict(key: str, value: Any, words: str) -> PydanticCustomError:
-    """Return an error for a value that contradicts the values of other keys."""
-    return PydanticCustomError("conflict", "{words}", {"key": key, "value": value, "words": words})
-
-
-def _validated(file: Path, validate: Callable[[], T], error: type[EngineryError]) -> T:
-    """Validate a document; raise `error` with file, key, value and expectation."""
-    try:
-        return validate()
-    except ValidationError as invalid:
-        problem = invalid.errors(include_url=False)[0]
-    raise error(f"{file}: {_describe(problem)}.")
-
-
-_SHORT = reprlib.Repr()
-_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 60, 60
-_EXPECTED = {
-    "dict_type": "an object",
-    "model_type": "an object",
-    "list_type": "a list",
-    "missing": "a value",
-    "int_parsing": "an integer",
-    "string_unicode": "text without lone surrogates",
-}
-
-
-def _describe(problem: Mapping[str, Any]) -> str:
-    """Describe an error of pydantic: the key, what was found and what was expected."""
-    context, keys = problem.get("ctx", {}), [str(part) for part in problem["loc"]]
-    expected = context.get("words") or _EXPECTED.get(problem["type"]) or problem["msg"]
-    value = _SHORT.repr(context.get("value", problem["input"]))
-    if keys and keys[-1] == "[key]":
-        return f"{'.'.join(keys[:-2])} has the key {value}, expected {expected}"
-    if problem["type"] == "missing":
-        return f"{'.'.join(keys)} is missing"
-    key = ".".join([*keys, *([context["key"]] if "key" in context else [])])
-    return f"{key or 'the document'} is {value}, expected {expected}"

@@ -23,10 +23,10 @@ from enginery.core.artifact.manifest import SourceRecord
 from enginery.core.errors import SourceError
 from enginery.core.json_file import read_json
 from enginery.core.model.hub import HubUnreachableError, hub_requests
-from enginery.core.model.onnx_structure import read_structure
 from enginery.core.model.weights import find_local_weights, find_module_weights, find_weights
 from enginery.core.paths import is_relative_path, list_tree, require_utf8
 from enginery.core.progress import SILENT, Progress
+from enginery.core.trust.onnx_structure import read_structure
 
 _SIDE_FILES = (".json", ".txt", ".model", ".spm", ".jinja", ".py")
 _EXPECTED = "a Hub id (org/name), a directory, an .onnx file or package:NAME"

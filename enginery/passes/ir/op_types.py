@@ -18,7 +18,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from enginery.core.model.onnx_structure import RANDOM_OPS
+from enginery.core.model.random_numbers import RANDOM_OPS
 
 FLOAT = ir.DataType.FLOAT
 MICROSOFT = "com.microsoft"

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from enginery.core.errors import SourceError
 from enginery.core.json_file import require_regular_file
-from enginery.core.model.onnx_structure import read_structure
 from enginery.core.paths import require_utf8
+from enginery.core.trust.onnx_structure import read_structure
 
 STANDARD_DOMAINS = ("", "ai.onnx")
 MICROSOFT = "com.microsoft"

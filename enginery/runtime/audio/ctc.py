@@ -19,7 +19,8 @@ from typing import Any
 
 from enginery.core.errors import ArtifactError
 from enginery.core.json_file import read_json
-from enginery.core.model.files import MAX_VOCABULARY, SpecialTokensMap, TokenizerConfig
+from enginery.core.model.files import SpecialTokensMap, TokenizerConfig
+from enginery.core.trust.bounds import MAX_COUNT
 from enginery.runtime.text.tokenizer import TextTokenizer, clean_up_tokenization
 
 _VOCABULARY, _ADDED, _TOKENIZER = "vocab.json", "added_tokens.json", "tokenizer.json"
@@ -181,9 +182,9 @@ def _language(file: Path, vocabulary: Mapping[str, Any], language: str) -> dict[
 
 def _by_id(file: Path, vocabulary: Mapping[str, Any]) -> dict[int, str]:
     for token, index in vocabulary.items():
-        if type(index) is not int or not 0 <= index < MAX_VOCABULARY:
+        if type(index) is not int or not 0 <= index <= MAX_COUNT:
             raise ArtifactError(
                 f"{file}: the id of {token[:60]!r} is {index!r:.60}, expected an integer from 0 to "
-                f"{MAX_VOCABULARY - 1}."
+                f"{MAX_COUNT}."
             )
     return {index: token for token, index in vocabulary.items()}

@@ -20,7 +20,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from enginery.core.errors import InputError, ProviderError
-from enginery.core.model.onnx_structure import read_structure
+from enginery.core.trust.onnx_structure import read_structure
 from enginery.runtime.onnxruntime.placement import WAITING, Placement, read_placement
 from enginery.runtime.providers.known import short_name
 from enginery.runtime.providers.selection import Provider

@@ -24,8 +24,8 @@ from enginery.core.artifact.staging import staging
 from enginery.core.errors import EngineryError
 from enginery.core.store.optimized_graph import MODEL_FILE, STAGE, OptimizedGraph, write_record
 from enginery.core.store.store import GRAPHS, Store
+from enginery.core.trust.graph_limits import check_allocations
 from enginery.runtime.machine import read_cpuinfo
-from enginery.runtime.onnxruntime.graph_limits import check_allocations
 from enginery.runtime.onnxruntime.session import use_exact_int8
 from enginery.runtime.providers.known import CPU
 from enginery.runtime.providers.selection import Provider
@@ -90,7 +90,7 @@ def _make(
     inputs = InputFiles()
     with inputs.recording():  # the key has the digests of the manifest
         artifact.check_files()
-    check_allocations(artifact.path / record.file, record=record)
+    check_allocations(artifact.path / record.file, data_files=record.data_beside)
 
     def optimize(directory: Path, *, pack: bool) -> None:
         options = ort.SessionOptions()

@@ -33,8 +33,8 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.closing import Closeable
 from enginery.core.errors import InputError, ProviderError
 from enginery.core.model.feeds import FeedLimits, make_feeds
-from enginery.core.resource_limits import ResourceLimits, limited_call
 from enginery.core.shapes import Profile, TensorSpec, canonical_dim, choose_profile, dynamic_dims
+from enginery.core.trust.resource_limits import ResourceLimits, limited_call
 from enginery.runtime.decoder_graphs import has_fixed_cache
 from enginery.runtime.engines.padding import dim_sizes, max_rows, padded_sizes
 from enginery.runtime.engines.selection import choose_with_engines, reachable_profile, wrapper_path

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ProviderError
-from enginery.core.resource_limits import ResourceLimits, limited_call, read_sizes
 from enginery.core.shapes import Dim, TensorSpec
+from enginery.core.trust.graph_limits import check_allocations
+from enginery.core.trust.resource_limits import ResourceLimits, limited_call, read_sizes
 from enginery.runtime.machine import read_cpuinfo
 from enginery.runtime.onnxruntime.capture_lock import CAPTURE_LOCK
-from enginery.runtime.onnxruntime.graph_limits import check_allocations
 from enginery.runtime.onnxruntime.native_log import NativeLog, reading_log, tell_once
 from enginery.runtime.providers.availability import register_plugin
 from enginery.runtime.providers.known import CPU, CUDA, TENSORRT_RTX, short_name
@@ -59,7 +59,7 @@ def new_session(
         ProviderError: a provider did not register, or the graph cannot be loaded.
     """
     # Before ONNX Runtime sees the file: it computes constants while it loads a graph.
-    check_allocations(path, record=record)
+    check_allocations(path, data_files=record.data_beside if record else None)
 
     options.log_severity_level = 4  # errors come back as exceptions
     use_exact_int8(options)

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch.overrides import TorchFunctionMode
 
-from enginery.core.model.onnx_structure import random_input
+from enginery.core.model.random_numbers import random_input
 
 _SEED = 0
 _NORMAL = {torch.randn, torch.randn_like}

@@ -30,10 +30,10 @@ from numpy.typing import NDArray
 from enginery.core.artifact.manifest import Manifest
 from enginery.core.closing import Closeable
 from enginery.core.errors import ArtifactError, EngineryError, ExportError, InputError
-from enginery.core.model.confinement import stay_offline
 from enginery.core.model.source import ModelSource
-from enginery.core.resource_limits import ResourceLimits
 from enginery.core.subprocess import WorkerProcess, WorkerResult, peak_rss_bytes, serve_requests
+from enginery.core.trust.confinement import stay_offline
+from enginery.core.trust.resource_limits import ResourceLimits
 
 _IDLE_SECONDS = 30.0
 _LARGE_BYTES = 2 << 30

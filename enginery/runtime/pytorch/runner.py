@@ -40,12 +40,12 @@ from enginery.core.errors import (
     ExportError,
     InputError,
 )
-from enginery.core.model.confinement import Confinement, confined
 from enginery.core.model.feeds import FeedLimits, make_feeds
 from enginery.core.model.files import read_logit_score
-from enginery.core.model.screening import screen_model
 from enginery.core.model.source import ModelSource
 from enginery.core.shapes import dynamic_dims
+from enginery.core.trust.confinement import Confinement, confined
+from enginery.core.trust.screening import screen_model
 from enginery.core.versions import OPTIMUM, transformers_family
 from enginery.runtime.decoder_graphs import is_cross_attention, is_decoder
 from enginery.runtime.pytorch.answers import Item, RawAnswer, TorchAnswers, first_line

@@ -21,15 +21,15 @@ from typing import Any
 
 from enginery.core.errors import ArtifactError
 from enginery.core.json_file import read_document
-from enginery.core.model.confinement import is_confined
 from enginery.core.model.files import (
     SentenceBertConfig,
     SentenceTransformersConfig,
     TokenizerConfig,
     module_kinds,
 )
-from enginery.core.resource_limits import ResourceLimits
 from enginery.core.subprocess import WorkerProcess, WorkerResult
+from enginery.core.trust.confinement import is_confined
+from enginery.core.trust.resource_limits import ResourceLimits
 from enginery.runtime.text.template_worker import handle_request, limited_memory
 from enginery.runtime.text.tokenizer_files import TokenizerFiles
 

@@ -20,7 +20,6 @@ from typing import Any
 from enginery.core.errors import ArtifactError, EngineryError
 from enginery.core.json_file import read_json
 from enginery.core.model.files import (
-    MAX_POSITIONS,
     AddedTokenValue,
     ModelConfig,
     SentenceBertConfig,
@@ -28,6 +27,7 @@ from enginery.core.model.files import (
     SpecialTokensMap,
     TokenizerConfig,
 )
+from enginery.core.trust.bounds import MAX_COUNT
 
 HIDDEN = " "
 """First character of the tokens in tokenizer.json that texts are not segmented into. No normalized
@@ -419,7 +419,7 @@ def length_limit(
     if config.positions:
         limits.append((config.position_limit(), "the positions of config.json"))
     # transformers writes 1e30 if a tokenizer has no limit.
-    usable = [(n, name) for n, name in limits if 0 < n <= MAX_POSITIONS]
+    usable = [(n, name) for n, name in limits if 0 < n <= MAX_COUNT]
     # Nearly every text encoder is trained with 512 positions.
     limit = min(usable, default=(512, "default, because no file has a limit"))
     if compared is not None and compared < limit[0]:

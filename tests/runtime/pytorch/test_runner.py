@@ -8,7 +8,7 @@ import pytest
 from enginery.core.errors import ArtifactError, ExportError, InputError
 from enginery.core.model.feeds import FeedLimits, make_feeds
 from enginery.core.model.source import resolve_record
-from enginery.core.resource_limits import MEMORY_VARIABLE
+from enginery.core.trust.resource_limits import MEMORY_VARIABLE
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.pytorch.reference import TorchReference
 from enginery.runtime.pytorch.runner import TorchOptions, TorchRunner, load_pytorch

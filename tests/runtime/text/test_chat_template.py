@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from enginery.core.errors import ArtifactError
-from enginery.core.resource_limits import ResourceLimits
+from enginery.core.trust.resource_limits import ResourceLimits
 from enginery.runtime.text import chat_template
 from enginery.runtime.text.chat_template import ChatTemplate, PairTemplate
 

@@ -25,7 +25,7 @@ from enginery.core.errors import OptionError, RegistryError
 from enginery.core.extras import require_packages
 from enginery.core.home import enginery_home, file_lock, note_made
 from enginery.core.progress import Progress
-from enginery.core.resource_limits import ResourceLimits
+from enginery.core.trust.resource_limits import ResourceLimits
 from enginery.publish.config import LATEST, PublishConfig
 from enginery.publish.destination import Published
 from enginery.publish.package import CONTENT, Package

@@ -13,16 +13,15 @@ names of chat templates that are paths, to which saving a tokenizer writes (CVE-
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import reprlib
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, NamedTuple
+from typing import Any
 
-from enginery.core.errors import SourceError, UntrustedModelError
-from enginery.core.json_file import read_document
+from enginery.core.errors import UntrustedModelError
+from enginery.core.json_file import load_json
 from enginery.core.paths import list_tree
 
 # Files that loaders read settings from, in any folder of a model. Other JSON files are
@@ -64,24 +63,6 @@ _TOP_PATH_KEYS = ("gguf_file", "audio_tokenizer_name_or_path")
 # in configuration_utils.py, get_fast_tokenizer_file in tokenization_utils_base.py.
 _SWITCHES = {"configuration_files": "config.json", "fast_tokenizer_files": "tokenizer.json"}
 
-# Sizes that transformers allocates or loops over before it sees a weight: names of labels, layers.
-# Keys end in these words, as in `num_hidden_layers`, `n_layer`, `encoder_layers`, `vocab_size`.
-_SIZE = re.compile(
-    r"(^|_)(?:(?P<parts>layers?|blocks?|depths?|stages|groups?|group_num|experts|repeats|codebooks)"
-    r"|(?P<rows>labels|classes|vocab_size|size|sizes|dim|dims|embd|inner|heads?|channels|filters"
-    r"|width|d_model|d_ff|hidden|positions|embeddings))$"
-)
-_MAX_PARTS = 10_000
-"""Layers and other modules; the deepest published transformers have 1,000."""
-_MAX_ROWS = 2**31 - 1
-_LEAST_ROWS = 2**20
-"""Rows that a weight may have whatever the size of the files: they take little memory."""
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
-_WITHOUT_WEIGHTS = re.compile(
-    r"(positions|position_embeddings|(window|chunk|block|buffer|cache|bucket|step|grid|max)_size)$"
-)
-"""Sizes that take no weights: positions are often computed."""
-
 _CODE_SUFFIXES = (".py", ".pyc", ".so", ".pyd", ".dll", ".dylib")
 _COPIED_SUFFIXES = (".json", ".txt", ".model", ".spm", ".jinja", *_CODE_SUFFIXES)
 
@@ -120,13 +101,11 @@ def screen_model(
                 f"{path} is a named pipe, a socket or a device: reading it may block forever.",
                 do=_DISTRUST,
             )
-    weights = [path for path in list_tree(directory) if path.suffix in _WEIGHT_SUFFIXES]
-    model_bytes = sum(path.stat().st_size for path in weights if path.is_file())
     for path in sorted(path for path in list_tree(directory) if path.suffix == ".json"):
         inside = path.relative_to(directory)
         hidden = any(part.startswith(".") for part in inside.parts)
         if _SETTINGS.match(path.name) and not hidden:
-            _screen_file(directory, path, known_types, model_bytes)
+            _screen_file(directory, path, known_types)
 
 
 def refuse_linked_out(path: Path, directory: Path) -> None:
@@ -150,23 +129,10 @@ def refuse_linked_out(path: Path, directory: Path) -> None:
         )
 
 
-def _screen_file(
-    directory: Path, path: Path, known_types: Container[str], model_bytes: int
-) -> None:
-    try:
-        document = json.loads(read_document(path).decode())
-    except RecursionError:
-        raise SourceError(f"{path} is nested too deeply to be a configuration.") from None
-    except FileNotFoundError:  # a broken link
+def _screen_file(directory: Path, path: Path, known_types: Container[str]) -> None:
+    if not path.exists():  # a broken link
         return
-    except OSError as error:
-        raise SourceError(
-            f"{path} cannot be read: {error.strerror}.", do="Replace the link with the file."
-        ) from error
-    except ValueError as error:
-        if path.name == "config.json" and path.parent == directory:
-            raise SourceError(f"{path} is not valid JSON: {error}.") from error
-        return  # a loader that needs the file reports it
+    document = load_json(path)
     top = document if isinstance(document, dict) else {}
     if path.name == "modules.json":
         _screen_modules(path, document)
@@ -176,10 +142,8 @@ def _screen_file(
             f"{_SHORT.repr(top.get('base_model_name_or_path'))}, which loaders would download.",
             do="Merge them: peft's model.merge_and_unload().save_pretrained(DIR).",
         )
-    for key_path, key, value in _members(document):
-        nested = key_path.parent is not None
-        if path.name.startswith("config.") and (size := _SIZE.search(key)):
-            _screen_size(path, key_path, value, size["parts"] is not None, model_bytes)
+    for key_path, value in _members(document):
+        key, nested = str(key_path[-1]), len(key_path) > 1
         if key == "auto_map" and isinstance(value, dict | list | str) and value:
             if nested or not _has_class(path, top, known_types):
                 raise UntrustedModelError(
@@ -228,68 +192,28 @@ def _has_class(path: Path, top: Mapping[str, Any], known_types: Container[str]) 
     return not is_config or (isinstance(kind, str) and kind in known_types)
 
 
-class _KeyPath(NamedTuple):
-    """A key path in a document, linked to its parent; it is formatted for messages only."""
+class _KeyPath(tuple[str | int, ...]):
+    """The keys that lead to a member of a document; they are formatted for messages only."""
 
-    parent: _KeyPath | None
-    key: str | int
+    __slots__ = ()
 
     def __str__(self) -> str:
         """Return `parts[0].auto_map`; only the end of a long path."""
-        keys = []
-        step: _KeyPath | None = self
-        while step is not None:
-            keys.append(f"[{step.key}]" if isinstance(step.key, int) else f".{step.key}")
-            step = step.parent
-        text = "".join(reversed(keys)).removeprefix(".")
+        parts = (f"[{key}]" if isinstance(key, int) else f".{key}" for key in self)
+        text = "".join(parts).removeprefix(".")
         return text if len(text) <= _LONGEST else f"…{text[-_LONGEST:]}"
 
 
-def _members(value: Any) -> Iterator[tuple[_KeyPath, str, Any]]:
-    """Yield every member of every object in a document as (key path, key, value)."""
-    entered = [_inside(None, value)]
-    while entered:
-        if (entry := next(entered[-1], None)) is None:
-            entered.pop()
-            continue
-        key_path, member = entry
-        if isinstance(key_path.key, str):
-            yield key_path, key_path.key, member
-        if isinstance(member, dict | list):
-            entered.append(_inside(key_path, member))
-
-
-def _inside(parent: _KeyPath | None, value: Any) -> Iterator[tuple[_KeyPath, Any]]:
-    """Yield the members of an object, or the objects and lists in a list."""
+def _members(value: Any, keys: tuple[str | int, ...] = ()) -> Iterator[tuple[_KeyPath, Any]]:
+    """Yield every member of every object in a document, with the keys that lead to it."""
     if isinstance(value, dict):
         for key, member in value.items():
-            yield _KeyPath(parent, key), member
+            key_path = _KeyPath((*keys, key))
+            yield key_path, member
+            yield from _members(member, key_path)
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            if isinstance(item, dict | list):
-                yield _KeyPath(parent, index), item
-
-
-def _screen_size(
-    path: Path, key_path: _KeyPath, value: Any, counts_parts: bool, model_bytes: int
-) -> None:
-    """Raise for a size that the model's weights cannot have.
-
-    A row of a weight has a byte at least, and so has each module.
-    """
-    limit, subject = _MAX_PARTS, "of parts of a model"
-    if not counts_parts:
-        limit, subject = _MAX_ROWS, "of a weight"
-        # Beside an .onnx file, no weights of PyTorch are loaded.
-        if model_bytes and not _WITHOUT_WEIGHTS.search(str(key_path.key)):
-            limit = max(model_bytes, _LEAST_ROWS)
-            subject = f"in a model whose weights have {model_bytes} bytes"
-    for number in value if isinstance(value, list) else [value]:
-        if isinstance(number, int | float) and not abs(number) <= limit:
-            raise SourceError(
-                f"{path}: {key_path} is {_SHORT.repr(number)}, expected at most {limit} {subject}.",
-                do=_DISTRUST,
-            )
+            yield from _members(item, (*keys, index))
 
 
 def _screen_attention(path: Path, key_path: _KeyPath, value: Any) -> None:
@@ -329,7 +253,7 @@ def _screen_path(directory: Path, path: Path, key_path: _KeyPath, value: str) ->
         is_harmless = not target.exists() or _is_below(target, directory)
     except OSError:  # a name that is too long for any file
         is_harmless = True
-    if _FILE_KEYS.search(str(key_path.key)) and is_harmless:
+    if _FILE_KEYS.search(str(key_path[-1])) and is_harmless:
         return
     raise UntrustedModelError(
         f"{path}: {key_path} is {_SHORT.repr(value)}, which leads out of the model's directory.",
@@ -349,12 +273,12 @@ def _screen_modules(path: Path, document: Any) -> None:
             )
         module_path = module.get("path")
         if isinstance(module_path, str) and module_path:
-            _screen_path(path.parent, path, _KeyPath(_KeyPath(None, index), "path"), module_path)
+            _screen_path(path.parent, path, _KeyPath((index, "path")), module_path)
 
 
 def _code_files(directory: Path, value: Any) -> str:
     """List the files with the code of references such as `modeling_x.Model`."""
-    references = [text for _, _, text in _members({"": value}) if isinstance(text, str)]
+    references = [text for _, text in _members({"": value}) if isinstance(text, str)]
     if isinstance(value, list):
         references = [item for item in value if isinstance(item, str)]
     files = []

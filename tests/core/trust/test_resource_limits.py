@@ -12,8 +12,9 @@ import pytest
 from onnx import TensorProto, helper
 
 from enginery.core.errors import ArtifactError, ExportError, OptionError, ProviderError
-from enginery.core.model.onnx_structure import MAX_CALLS, read_structure
-from enginery.core.resource_limits import (
+from enginery.core.subprocess import Supervision, WorkerProcess, run_in_subprocess
+from enginery.core.trust.onnx_structure import MAX_CALLS, read_structure
+from enginery.core.trust.resource_limits import (
     MEMORY_VARIABLE,
     TIME_VARIABLE,
     ResourceLimits,
@@ -23,10 +24,9 @@ from enginery.core.resource_limits import (
     read_sizes,
     watching_own_calls,
 )
-from enginery.core.subprocess import Supervision, WorkerProcess, run_in_subprocess
 from tests.growing_graphs import growing_graphs
 
-ROOT = str(Path(__file__).parents[2])
+ROOT = str(Path(__file__).parents[3])
 MIB = 2**20
 
 GREEDY = """
@@ -137,7 +137,7 @@ def test_worker_that_grows_is_ended_and_the_next_request_says_so(greedy, tmp_pat
 
 OWN = """
 import sys
-from enginery.core.resource_limits import ResourceLimits, limited_call, watching_own_calls
+from enginery.core.trust.resource_limits import ResourceLimits, limited_call, watching_own_calls
 import os, time
 def end(message):
     os.write(2, message.encode())

@@ -193,10 +193,9 @@ def read_sizes(
         EngineryError: the file is damaged; the class is `error`.
     """
     # `enginery --help` imports this module, and pydantic takes a tenth of a second.
-    from enginery.core.model.onnx_structure import read_structure
+    from enginery.core.trust.onnx_structure import read_structure
 
     structure = read_structure(path, error=error)
-    stored = {tensor.name for tensor in structure.graph.initializers}
     file_bytes = 0
     for name in (path.name, *structure.external_files()):
         with suppress(OSError, ValueError):  # missing data is reported where it is read
@@ -209,8 +208,7 @@ def read_sizes(
                 for axis, size in enumerate(value.dims)
             ),
         )
-        for value in structure.graph.inputs
-        if value.name not in stored
+        for value in structure.graph.computed_inputs
     ]
     return file_bytes, inputs
 
@@ -417,7 +415,7 @@ def _observe_calls(own: _OwnCalls) -> None:
             _, limits, meter, before = seen[key]
             exceeded = meter.exceeded(limits, memory_before=before)
             if exceeded and call.is_running:
-                own.end(f"{call.name}: {exceeded}, the limit of a graph of this size. {_RAISE}")
+                own.end(f"{call.name}: {exceeded}, the limit for files of this size. {_RAISE}")
                 return
         time.sleep(_INTERVAL_SECONDS)
 

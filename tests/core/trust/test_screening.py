@@ -5,7 +5,7 @@ import tracemalloc
 import pytest
 
 from enginery.core.errors import SourceError, UntrustedModelError
-from enginery.core.model.screening import screen_model
+from enginery.core.trust.screening import screen_model
 
 KNOWN = ("bert", "lightglue", "clip")
 
@@ -316,43 +316,3 @@ def test_settings_for_one_version_are_found_as_transformers_finds_them():
     tokenization = pytest.importorskip("transformers.tokenization_utils_base")
     assert configuration.get_configuration_file(["config.4.0.0.json"]) == "config.4.0.0.json"
     assert tokenization.get_fast_tokenizer_file(["tokenizer.4.0.0.json"]) == "tokenizer.4.0.0.json"
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"num_labels": 10**9},
-        {"num_hidden_layers": 10**9},
-        {"n_layer": 10**5},
-        {"encoder_layers": 20_000},
-        {"inner_group_num": 10**6},
-        {"depths": [2, 2, 10**6]},
-        {"text_config": {"vocab_size": 10**9}},
-        {"parts": [{"intermediate_size": 2**31}]},
-        {"hidden_size": 1e300},
-        {"num_attention_heads": -(10**9)},
-        {"max_position_embeddings": 10**15},
-    ],
-)
-def test_sizes_that_no_weight_can_have_are_rejected(model, settings):
-    directory = model({"config.json": {"model_type": "bert", **settings}})
-    (directory / "model.safetensors").write_bytes(b"x" * 1000)
-    with pytest.raises(SourceError, match=r"config\.json: .* is .*, expected at most \d+ "):
-        screen(directory)
-
-
-def test_sizes_of_real_models_pass(model):
-    """Vocabularies of a million, a thousand layers, and contexts of ten million tokens."""
-    settings = {
-        "num_labels": 21_841,
-        "num_hidden_layers": 1000,
-        "vocab_size": 2**20,
-        "max_position_embeddings": 10_485_760,
-        "rope_theta": 10**9,
-        "max_pixels": 12_845_056,
-        "depths": [2, 2, 18, 2],
-        "sliding_window": None,
-    }
-    directory = model({"config.json": {"model_type": "bert", **settings}})
-    (directory / "model.safetensors").write_bytes(b"x" * 1000)
-    screen(directory)

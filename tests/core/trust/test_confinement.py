@@ -11,7 +11,7 @@ import pytest
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from enginery.core.model.confinement import confined
+from enginery.core.trust.confinement import confined
 from enginery.core.errors import UntrustedModelError
 model, out, code = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 hide = len(sys.argv) > 4

@@ -1,0 +1,1 @@
+"""Files from strangers: which are refused, what may run, how large anything may be."""
