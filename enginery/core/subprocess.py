@@ -33,7 +33,7 @@ from enginery.core.closing import Closeable
 from enginery.core.errors import EngineryError, MissingPackageError, os_errors_as
 from enginery.core.extras import missing_package
 from enginery.core.resource_limits import NO_LIMITS, ResourceLimits, watching
-from enginery.core.temporary import temporary_directory
+from enginery.core.scratch import temporary_directory
 
 _PIPE = "ENGINERY_PARENT_PIPE"
 """Environment variable with the descriptor of the pipe whose other end the parent holds."""

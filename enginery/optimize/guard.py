@@ -27,7 +27,7 @@ from enginery.core.errors import ExportError
 from enginery.core.model.feeds import Feeds
 from enginery.core.model.onnx_structure import random_notes, read_structure
 from enginery.core.progress import SILENT, Progress
-from enginery.core.temporary import temporary_directory
+from enginery.core.scratch import temporary_directory
 from enginery.core.tolerance import Tolerance
 from enginery.optimize.comparison import (
     OutputComparison,

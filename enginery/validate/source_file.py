@@ -46,7 +46,7 @@ from enginery.core.closing import Closeable
 from enginery.core.errors import EngineryError, InputError, SourceError
 from enginery.core.model.feeds import Feeds
 from enginery.core.resource_limits import ResourceLimits, limited_call, read_sizes
-from enginery.core.temporary import temporary_directory
+from enginery.core.scratch import temporary_directory
 from enginery.passes.cast.low_precision import read_values
 from enginery.passes.cast.simulation import simulate_cast
 from enginery.passes.cast.widening import widen

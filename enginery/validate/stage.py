@@ -37,8 +37,8 @@ from enginery.core.model.onnx_structure import keeping_structures, random_notes,
 from enginery.core.model.source import resolve_source
 from enginery.core.progress import SILENT, Progress
 from enginery.core.python_environment import OWN_ENVIRONMENT, PythonEnvironment
+from enginery.core.scratch import temporary_directory
 from enginery.core.shapes import Profile, profiles_by_graph
-from enginery.core.temporary import temporary_directory
 from enginery.reports.validation import ValidationReport
 from enginery.reports.weights import WeightMetrics
 from enginery.runtime.providers.selection import choose_providers

@@ -732,13 +732,17 @@ def test_failure_while_writing_keeps_the_old_models(mood, models, monkeypatch):
 
 
 def test_model_is_restored_after_a_failed_rename(mood, models, monkeypatch):
-    def stuck(directory, out, *, old):
-        os.replace(out, old)
-        raise OSError(5, "Input/output error", str(out))
+    replace = os.replace
+
+    def stuck(source, target):
+        if source.parent.name == "new" and target.parent == models and ".tmp-" not in source.name:
+            raise OSError(5, "Input/output error", str(target))
+        replace(source, target)
 
     export_triton(mood, models, name="m")
     before = tree(models)
-    monkeypatch.setattr("enginery.deploy.triton.repository.replace_directory", stuck)
+    monkeypatch.setattr("enginery.core.scratch._exchange", lambda *_: False)
+    monkeypatch.setattr("enginery.core.scratch.os.replace", stuck)
     with pytest.raises(ArtifactError, match="Input/output error"):
         export_triton(mood, models, name="m", version=2)
     assert tree(models) == before
@@ -746,7 +750,7 @@ def test_model_is_restored_after_a_failed_rename(mood, models, monkeypatch):
 
 def test_leftovers_of_this_repository_only_are_removed(mood, models):
     names = [
-        f".tmp-{repository}-0123456789ab-triton"
+        f".tmp-{repository}-0123456789ab"
         for repository in ("models", "models-b", "models-triton", "model.")
     ]
     for name in names:
@@ -796,18 +800,18 @@ def test_exports_with_different_stores_are_serialized(mood, models, tmp_path):
 
 KILLED = """
 import os, sys
-from enginery.core.artifact import staging
+from enginery.core import scratch
 artifact, models, exchanges = sys.argv[1:]
-replace, exchanged = os.replace, staging._exchange
+replace, exchanged = os.replace, scratch._exchange
 def killed_after(run):
     def once(one, other):
         found = run(one, other)
-        if "-triton" in f"{one}{other}":
+        if ".tmp-models-" in f"{one}{other}":
             os._exit(9)
         return found
     return once
 os.replace = killed_after(replace)
-staging._exchange = killed_after(exchanged) if exchanges else lambda *_: False
+scratch._exchange = killed_after(exchanged) if exchanges else lambda *_: False
 from enginery.api import export_triton, quantize_model
 export_triton(artifact, models, name="m", provider="cpu")
 """

@@ -33,8 +33,8 @@ from enginery.core.figures import NOT_DRAWN, can_draw, figure_svg
 from enginery.core.json_file import read_document
 from enginery.core.options import options_dict
 from enginery.core.paths import resolve_inside
+from enginery.core.scratch import write_atomically
 from enginery.core.table import format_number
-from enginery.core.temporary import write_atomically
 from enginery.reports.artifact import (
     artifact_rows,
     format_options,

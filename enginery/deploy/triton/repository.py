@@ -16,25 +16,26 @@ next export restores a model that a killed one had moved.
 
 from __future__ import annotations
 
-import hashlib
 import os
-import re
 import shutil
-import sys
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from enginery.core.artifact.artifact import MANIFEST, link_or_copy
 from enginery.core.artifact.fingerprint import sha256_of
-from enginery.core.artifact.staging import replace_directory
 from enginery.core.errors import ArtifactError
-from enginery.core.home import file_lock
 from enginery.core.json_file import json_bytes
 from enginery.core.paths import list_tree
-from enginery.core.temporary import PREFIX
+from enginery.core.scratch import (
+    PREFIX,
+    Scratch,
+    final_name,
+    leftovers,
+    locked,
+    make_directory,
+    replace_synced,
+)
 from enginery.deploy.triton.existing_model import (
     LISTING,
     check_newest,
@@ -46,8 +47,8 @@ from enginery.deploy.triton.models import ANSWERS, GRAPH, TOKENIZER, TritonModel
 CONFIG = "config.pbtxt"
 _KEPT = ".keep"
 """File in the version of an ensemble, as object stores do not keep empty folders."""
-_OLD = "old"
-"""Folder in the staging directory for models that are moved between two renames."""
+_NEW = "new"
+"""Folder of the new models beside the repository."""
 _READABLE = 0o044
 
 
@@ -78,10 +79,11 @@ def install_models(
     _check_repository(out)
     parts = [name, *(f"{name}-{part}" for part in (GRAPH, TOKENIZER, ANSWERS))]
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        with _locked(out) as alone:
-            if alone:
-                _clear_leftovers(out)
+        make_directory(out)
+        with locked(out, lambda: None):
+            for leftover in leftovers(out.parent, out.name):
+                with leftover:
+                    _restore_moved(leftover.path, out)
             earlier = {part: read_existing_model(out / part, name) for part in parts}
             kept = {
                 model.name: earlier[model.name].other_versions(model.backend, version)
@@ -108,48 +110,11 @@ def install_models(
         ) from error
 
 
-@contextmanager
-def _locked(out: Path) -> Iterator[bool]:
-    """Wait for other exports into the repository, even if they use another $ENGINERY_HOME.
-
-    Yields:
-        True if no other export can run. False if the file system has no locks, so that only the
-        store's lock is held. Windows has only the store's lock, too, but one store per user.
-    """
-    store_lock = hashlib.sha256(os.fsencode(out)).hexdigest()[:16]
-    with file_lock(f"triton-{store_lock}"):
-        if sys.platform == "win32":
-            yield True
-            return
-        import fcntl
-
-        handle = os.open(out, os.O_RDONLY)  # lock the folder itself, without a lock file
-        try:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX)
-                alone = True
-            except OSError:
-                alone = False
-            yield alone
-        finally:
-            os.close(handle)
-
-
-def _clear_leftovers(out: Path) -> None:
-    """Restore the models that a killed export had moved, and remove its temporary files."""
-    name = re.compile(rf"{re.escape(PREFIX + out.name)}-[0-9a-f]{{12}}-triton")
-    for leftover in [path for path in out.parent.iterdir() if name.fullmatch(path.name)]:
-        _restore_moved(leftover, out)
-        shutil.rmtree(leftover, ignore_errors=True)
-
-
 def _restore_moved(staged: Path, out: Path) -> None:
-    old = staged / _OLD
-    if not old.is_dir():
-        return
-    for model in old.iterdir():
-        if not (out / model.name).exists():
-            os.replace(model, out / model.name)
+    """Rename the models back that an export had moved when it was killed between two renames."""
+    for model in (staged / _NEW).glob(f"{PREFIX}*"):
+        if not (out / final_name(model)).exists():
+            os.replace(model, out / final_name(model))
 
 
 def _install(
@@ -161,22 +126,15 @@ def _install(
     version: int,
 ) -> None:
     # Beside the repository, not in it: a polling server would take the folder for a model.
-    fresh = out.parent / f"{PREFIX}{out.name}-{uuid.uuid4().hex[:12]}-triton"
-    for folder in ("new", _OLD, "gone"):
-        (fresh / folder).mkdir(parents=True)
-    try:
+    with Scratch.beside(out) as scratch:
+        new, removed = scratch.path / _NEW, scratch.path / "removed"
+        removed.mkdir()
         for model in models:
-            listing = listings[model.name]
-            _write(model, fresh / "new" / model.name, listing, kept[model.name], version)
+            _write(model, new / model.name, listings[model.name], kept[model.name], version)
         for model in models:
-            replace_directory(
-                fresh / "new" / model.name, out / model.name, old=fresh / _OLD / model.name
-            )
+            replace_synced(new / model.name, out / model.name)
         for part in gone:
-            os.replace(out / part, fresh / "gone" / part)
-    finally:
-        _restore_moved(fresh, out)
-        shutil.rmtree(fresh, ignore_errors=True)
+            os.replace(out / part, removed / part)
 
 
 def _write(
@@ -205,9 +163,6 @@ def _write(
             path.chmod(0o644)
     digests = {name: sha256_of(path) for name, path in sorted(files.items())}
     (directory / LISTING).write_bytes(json_bytes({**listing, "files": digests}))
-    for path in (*files.values(), directory / LISTING):
-        with path.open("rb") as stream:
-            os.fsync(stream.fileno())
 
 
 def _copy(source: Path, target: Path) -> None:

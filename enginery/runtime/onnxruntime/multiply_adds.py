@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from enginery.core.artifact.external_data import load_graph
 from enginery.core.errors import InputError
 from enginery.core.resource_limits import ResourceLimits, limited_call
-from enginery.core.temporary import temporary_directory
+from enginery.core.scratch import temporary_directory
 from enginery.runtime.onnxruntime.capture_lock import CAPTURE_LOCK
 
 Shape = tuple[int, ...]

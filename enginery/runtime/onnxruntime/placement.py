@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from enginery.core.errors import InputError, MissingPackageError, ProviderError
 from enginery.core.resource_limits import read_sizes
-from enginery.core.temporary import temporary_directory
+from enginery.core.scratch import temporary_directory
 from enginery.runtime.onnxruntime.multiply_adds import (
     SHAPE_OPS,
     NodeWork,

@@ -19,8 +19,8 @@ from typing import Any
 from enginery.core.artifact.fingerprint import runtime_version, sha256_of
 from enginery.core.errors import ArtifactError, RegistryError
 from enginery.core.progress import Progress
+from enginery.core.scratch import temporary_directory
 from enginery.core.table import human_bytes
-from enginery.core.temporary import temporary_directory
 from enginery.core.version import __version__
 from enginery.publish.package import Package
 from enginery.publish.pyfunc import PyfuncConfig

@@ -1,21 +1,20 @@
-"""The lock beside what is written."""
+"""Files and directories that are being written, and the lock beside them."""
 
 import errno
-import os
+import fcntl
 import signal
 import threading
+from pathlib import Path
 
 import pytest
-from filelock import Timeout
 
-from enginery.core import temporary
-from enginery.core.temporary import locked_beside, remove_leftovers
+from enginery.core.scratch import locked, remove_leftovers
 from tests.core.artifacts import start
 
 HOLD = """
 import sys
-from enginery.core.temporary import locked_beside
-with locked_beside(sys.argv[1]):
+from enginery.core.scratch import locked
+with locked(sys.argv[1]):
     print("locked", flush=True)
     sys.stdin.readline()
 """
@@ -23,9 +22,9 @@ with locked_beside(sys.argv[1]):
 
 def is_locked(path):
     try:
-        with locked_beside(path):
+        with locked(path):
             return False
-    except Timeout:
+    except TimeoutError:
         return True
 
 
@@ -48,7 +47,7 @@ def test_paths_of_one_file_have_one_lock(tmp_path, monkeypatch, name):
     (tmp_path / "folder").symlink_to("real")
     monkeypatch.chdir(tmp_path / "real")
     path = "out.csv" if name == "relative" else tmp_path / name
-    with locked_beside(tmp_path / "real" / "out.csv"):
+    with locked(tmp_path / "real" / "out.csv"):
         assert is_locked(path)
     assert not is_locked(path)
     assert list((tmp_path / "real").iterdir()) == []
@@ -79,30 +78,24 @@ def test_waiting_is_said_and_the_lock_is_had_afterwards(tmp_path):
 
     thread = threading.Thread(target=release)
     thread.start()
-    with locked_beside(out, waiting.set):
+    with locked(out, waiting.set):
         assert child.poll() is not None or child.wait() is not None
     thread.join()
     assert waiting.is_set()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_there_is_no_lock_where_nothing_can_be_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    with locked_beside(tmp_path / "out"), locked_beside(tmp_path / "out"):
-        assert list(tmp_path.iterdir()) == []
-
-
 def test_on_a_file_system_without_locks_the_store_has_the_lock(tmp_path, monkeypatch):
     monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))
-    acquire = temporary.FileLock.acquire
+    flock = fcntl.flock
 
-    def refuse(lock, *arguments, **options):
-        if "home" not in lock.lock_file:
+    def refuse(descriptor, operation):
+        if "home" not in str(Path(f"/proc/self/fd/{descriptor}").readlink()):
             raise OSError(errno.EOPNOTSUPP, "Operation not supported")
-        return acquire(lock, *arguments, **options)
+        flock(descriptor, operation)
 
-    monkeypatch.setattr(temporary.FileLock, "acquire", refuse)
-    with locked_beside(tmp_path / "out"):
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with locked(tmp_path / "out"):
         assert is_locked(tmp_path / "out")
         assert not is_locked(tmp_path / "other")
     assert not is_locked(tmp_path / "out")
@@ -111,7 +104,7 @@ def test_on_a_file_system_without_locks_the_store_has_the_lock(tmp_path, monkeyp
 def test_lock_of_a_directory_that_was_replaced_is_not_removed(tmp_path):
     """The other directory may be locked by another process."""
     (tmp_path / "artifact").mkdir()
-    with locked_beside(tmp_path / "artifact" / "manifest.json"):
+    with locked(tmp_path / "artifact" / "manifest.json"):
         (tmp_path / "artifact").rename(tmp_path / "old")
         (tmp_path / "artifact").mkdir()
         child = start(HOLD, tmp_path / "artifact" / "manifest.json")
