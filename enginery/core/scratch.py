@@ -318,9 +318,9 @@ def remove_leftovers(
     freed = 0
     with suppress(OSError):  # what cannot be listed cannot be removed either
         for leftover in leftovers(parent, target, pattern=pattern):
-            with leftover:
-                files = [path for path in list_tree(leftover.path) if not path.is_dir()]
-                freed += sum(path.lstat().st_size for path in files or [leftover.path])
+            with leftover, suppress(OSError):  # of what cannot be read the size does not count
+                files = [leftover.path, *list_tree(leftover.path)]
+                freed += sum(path.lstat().st_size for path in files if path.is_file())
             on_removed(leftover.path)
     return freed
 

@@ -361,7 +361,7 @@ def _write_output(
         size_bytes=output.stat().st_size,
         sha256=digest,
     )
-    write_atomically(sidecar(output), json_bytes(complete.as_json()))  # before the parts are gone
+    write_atomically(sidecar(output), json_bytes(complete.as_json()))
     remove_parts(output)
     return complete
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from enginery.core.scratch import locked, remove_leftovers
+from enginery.core.scratch import Scratch, locked, remove_leftovers, replace_synced
 from tests.core.artifacts import start
 
 HOLD = """
@@ -112,3 +112,48 @@ def test_lock_of_a_directory_that_was_replaced_is_not_removed(tmp_path):
     assert is_locked(tmp_path / "artifact" / "manifest.json")
     child.communicate("\n")
     assert list((tmp_path / "artifact").iterdir()) == []
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_closed_scratch_leaves_nothing_and_a_renamed_one_its_target(tmp_path, is_file):
+    target = tmp_path / "out"
+    for content in (b"old", b"new"):
+        with Scratch.beside(target, is_file=is_file) as abandoned:
+            assert abandoned.path.exists()
+        with Scratch.beside(target, is_file=is_file) as scratch:
+            (scratch.path if is_file else scratch.path / "graph").write_bytes(content)
+            replace_synced(scratch.path, target)
+        assert (target if is_file else target / "graph").read_bytes() == content
+        assert list(tmp_path.iterdir()) == [target]
+
+
+def test_scratch_that_cannot_be_locked_is_an_error_that_names_it(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(OSError, match=r"Input/output error: '.*\.tmp-out-"):
+        Scratch.beside(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_locks_nothing_of_others_is_removed(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with Scratch.beside(tmp_path / "out") as first, Scratch.beside(tmp_path / "out") as second:
+        assert remove_leftovers(tmp_path) == 0
+        assert first.path.is_dir()
+        assert second.path.is_dir()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_size_of_leftovers_is_that_of_their_files(tmp_path):
+    (tmp_path / ".tmp-out-0123456789ab" / "reports").mkdir(parents=True)
+    (tmp_path / ".tmp-out-0123456789ab" / "reports" / "a.json").write_bytes(b"{}")
+    (tmp_path / ".tmp-out-ba9876543210").write_bytes(b"half")
+    removed = []
+    assert remove_leftovers(tmp_path, "out", removed.append) == 6
+    assert len(removed) == 2
+    assert list(tmp_path.iterdir()) == []

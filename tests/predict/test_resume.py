@@ -23,7 +23,7 @@ from enginery.core.progress import Silent
 from enginery.core.scratch import Scratch, locked
 from enginery.predict import stage, writer
 from enginery.predict.config import PredictConfig
-from enginery.predict.journal import Journal, parts_directory, remove_leftovers
+from enginery.predict.journal import Journal, lock_output, parts_directory, remove_leftovers
 from enginery.predict.stage import run
 from enginery.predict.token_batches import WindowRunner
 from enginery.predict.writer import Assembly, FinishedPart, PartWriter
@@ -358,6 +358,12 @@ def kill_while_assembling(predict, monkeypatch, artifact, data):
         patch.setattr(Scratch, "close", lambda scratch: os.close(scratch._descriptor))
         with pytest.raises(KeyboardInterrupt):
             predict(artifact, data)
+
+
+def test_output_where_nothing_can_be_written_needs_no_lock(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with lock_output(tmp_path / "out"), lock_output(tmp_path / "out"):
+        assert list(tmp_path.iterdir()) == []
 
 
 def killed(*_):

@@ -14,19 +14,21 @@ import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from filelock import Timeout
+
 from enginery.core.artifact.fingerprint import Fingerprint
 from enginery.core.artifact.manifest import REPORTS
 from enginery.core.errors import ArtifactError, EngineryError, os_errors_as
-from enginery.core.home import REMEDY, enginery_home, names_made, note_made
+from enginery.core.home import REMEDY, enginery_home, file_lock, names_made, note_made
 from enginery.core.paths import list_directory, list_tree
 from enginery.core.progress import SILENT, Progress
-from enginery.core.scratch import final_name, locked, make_directory, remove_leftovers
+from enginery.core.scratch import final_name, remove_leftovers
 from enginery.core.store.entries import (
     ARTIFACTS,
     ENGINES,
@@ -114,17 +116,14 @@ class Store:
         remove_leftovers(path.parent, path.name)
         content = None if force else self.find(kind, fingerprint, name)
         if content is None:
-            waiting = f"waiting: another process is building {path.name}"
-            with self._errors():
-                make_directory(path.parent)
-                with locked(path, lambda: progress.say(waiting)):
-                    content = None if force else self.find(kind, fingerprint, name)
-                    if content is None:
-                        reason = self._reason(kind, fingerprint, path, force=force)
-                        progress.say(f"{fingerprint.stage}: {reason}")
-                        _remove_damaged(path, kind)
-                        note_made(path, self.home)
-                        return build(path), True
+            with self._errors(), self._locked(path.name, progress):
+                content = None if force else self.find(kind, fingerprint, name)
+                if content is None:
+                    reason = self._reason(kind, fingerprint, path, force=force)
+                    progress.say(f"{fingerprint.stage}: {reason}")
+                    _remove_damaged(path, kind)
+                    note_made(path, self.home)
+                    return build(path), True
         progress.say(f"{fingerprint.stage}: nothing to do, {path.name} is up to date")
         return content, False
 
@@ -205,14 +204,26 @@ class Store:
         (kind,) = (kind for kind in ENTRY_TYPES if kind.folder == entry.kind)
         with self._errors():
             try:
-                with locked(entry.path):
+                with file_lock(entry.path.name, home=self.home, timeout_seconds=0):
                     present = _entry(entry.path, kind, is_listed=True)
                     if entry.problem and present and not present.problem:
                         return False
                     shutil.rmtree(entry.path, ignore_errors=True)
-            except TimeoutError:  # an OSError, too
+            except Timeout:  # an OSError, too
                 return False
             return not entry.path.exists()
+
+    @contextmanager
+    def _locked(self, name: str, progress: Progress) -> Iterator[None]:
+        """Hold the lock of an entry."""
+        lock = file_lock(name, home=self.home)
+        try:
+            acquired = lock.acquire(timeout=0)
+        except Timeout:
+            progress.say(f"waiting: another process is building {name}")
+            acquired = lock.acquire()
+        with acquired:
+            yield
 
     def _errors(self) -> AbstractContextManager[None]:
         """Raise an EngineryError for an OSError."""

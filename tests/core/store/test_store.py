@@ -210,7 +210,7 @@ def test_a_killed_builder_leaves_nothing_and_the_next_one_builds_and_cleans_up(t
         kill(child)
     assert store.entries() == []
     assert store.find(ARTIFACTS, FINGERPRINT, "minilm") is None
-    assert len(leftovers(store)) == 2  # the staging directory and the lock
+    assert len(leftovers(store)) == 1
     assert obtain(store)[1]
     assert leftovers(store) == []
 
@@ -277,7 +277,7 @@ def test_prune_removes_only_leftovers_of_dead_processes(tmp_path):
         while child.stdout.readline() != "building\n":
             pass
         store.prune()
-        assert len(leftovers(store)) == 2  # the staging directory and the lock
+        assert len(leftovers(store)) == 1
         kill(child)
     store.prune()
     assert leftovers(store) == []
@@ -506,7 +506,7 @@ def test_an_empty_store_has_no_entries_and_nothing_to_prune():
 
 def test_a_home_that_is_no_directory_is_an_error_and_not_a_traceback(home):
     home.write_text("")
-    with pytest.raises(EngineryError, match=r"the store .* cannot be used: .* Set ENGINERY_HOME"):
+    with pytest.raises(EngineryError, match=r"cannot be used as the store: .* Set ENGINERY_HOME"):
         obtain(Store())
 
 
