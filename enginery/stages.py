@@ -13,8 +13,10 @@ child process, and its memory counts.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, cast
@@ -33,8 +35,8 @@ from enginery.core.errors import (
 from enginery.core.model.files import ModelConfig, module_kinds
 from enginery.core.model.source import resolve_source
 from enginery.core.progress import SILENT, Progress
+from enginery.core.scratch import locked, make_directory, remove_leftovers, remove_temporary
 from enginery.core.store.store import ARTIFACTS, Store
-from enginery.core.temporary import locked_beside, remove_leftovers, remove_scratch
 from enginery.engine.config import BuildConfig
 from enginery.export.config import ExportConfig, check_options
 from enginery.export.tasks import inferred_task, require_trained_task, task_name
@@ -113,7 +115,7 @@ def run_cached(
         EngineryError: the stage failed; see its `run`. Nothing is left then.
     """
     started = time.monotonic()
-    remove_scratch()  # a stage that has nothing to do would not
+    remove_temporary()  # a stage that has nothing to do would not
     name = source if isinstance(source, str) else source.path
     with os_errors_as(EngineryError, f"{name} cannot be used"):
         if out:
@@ -320,8 +322,13 @@ def deliver(
     """
     with (
         os_errors_as(ArtifactError, f"{out} cannot be written", do="Choose another --out."),
-        locked_beside(out, lambda: progress.say(f"waiting: another process writes {out}")),
+        ExitStack() as stack,
     ):
+        parent = out.resolve().parent
+        make_directory(parent)
+        if os.access(parent, os.W_OK):  # else the same artifact may be there, and nothing to do
+            waiting = f"waiting: another process writes {out}"
+            stack.enter_context(locked(out, lambda: progress.say(waiting)))
         return _deliver(artifact, out, progress, checked)
 
 

@@ -481,7 +481,7 @@ BREAKS = (
     ),
     Break(
         "core/artifact/artifact.py",
-        "locked_beside(self.path / MANIFEST, lambda: None, create=False),",
+        "locked(self.path / MANIFEST, lambda: None),",
         "",
         "of two verdicts that are written at the same time one is lost",
     ),

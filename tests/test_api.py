@@ -1,11 +1,14 @@
 """What a run reuses, what it leaves where, and which verdict holds."""
 
+import os
+
 import pytest
 
 from enginery import Artifact, Recipe, export_model, run_recipe, stages, validate_model
 from enginery.core.artifact.artifact import MANIFEST
 from enginery.core.errors import ArtifactError, OptionError, RejectedArtifactError
 from enginery.core.progress import SILENT
+from enginery.core.scratch import locked
 from enginery.core.store.store import Store
 from enginery.export.config import ExportConfig
 from enginery.recipe import Step
@@ -51,6 +54,15 @@ def export(model, out, **options):
 
 def deliver(artifact, out):
     return stages.deliver(artifact, out, SILENT)
+
+
+def test_same_artifact_where_nothing_can_be_written_needs_no_lock(exported, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    artifact = exported("bert", "fill-mask")
+    present = deliver(artifact, out)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with locked(out):
+        assert deliver(artifact, out) == present
 
 
 def state(directory):

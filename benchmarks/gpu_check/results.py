@@ -25,7 +25,7 @@ from benchmarks.gpu_check.settings import chosen_units
 from enginery.bench.measurement.machine import describe_machine
 from enginery.core.artifact.fingerprint import sha256_of
 from enginery.core.json_file import json_bytes
-from enginery.core.temporary import write_atomically
+from enginery.core.scratch import write_atomically
 
 Record = dict[str, Any]
 DRY_RUN = "on the CPU: a dry run"

@@ -51,7 +51,7 @@ from enginery.core.artifact.inputs import InputFiles
 from enginery.core.errors import ArtifactError, EngineryError, OptionError
 from enginery.core.options import options_dict
 from enginery.core.progress import SILENT, Progress
-from enginery.core.temporary import temporary_directory
+from enginery.core.scratch import temporary_directory
 from enginery.reports.benchmark import (
     BenchCase,
     BenchResult,

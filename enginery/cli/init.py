@@ -60,7 +60,7 @@ def init(
     force
         Replace an existing file.
     """
-    from enginery.core.temporary import write_atomically
+    from enginery.core.scratch import write_atomically
     from enginery.recipe import Recipe
     from enginery.recipe.checks import check_recipe
     from enginery.recipe.draft import DraftOptions, draft_recipe

@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from enginery.cli.app import OUTPUT, Flag, Output
 from enginery.cli.app import application as app
 from enginery.core.errors import OptionError
-from enginery.core.temporary import temporary_directory
+from enginery.core.scratch import temporary_directory
 from enginery.predict.config import PredictConfig
 
 _DEFAULT = PredictConfig()

@@ -54,9 +54,9 @@ def prune(
         Keep nothing.
     """
     from enginery.cli import render
+    from enginery.core.scratch import remove_temporary
     from enginery.core.store.store import Store
     from enginery.core.table import human_bytes
-    from enginery.core.temporary import remove_scratch
     from enginery.predict.journal import remove_leftovers
     from enginery.runtime.providers.options import parse_size
 
@@ -78,7 +78,7 @@ def prune(
     leftovers: list[Path] = []
     removed = store.prune(max_size_bytes=max_size_bytes, on_removed=leftovers.append)
     freed = before - store.size_bytes() + remove_leftovers(leftovers.append)
-    freed += remove_scratch(leftovers.append)
+    freed += remove_temporary(leftovers.append)
     names = [str(path) for path in leftovers]
     console.json({"removed": render.store_json(removed), "leftovers": names, "freed_bytes": freed})
     console.table("Removed", render.store_rows(removed))

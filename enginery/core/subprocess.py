@@ -32,7 +32,7 @@ from enginery.core import errors, module_runner
 from enginery.core.closing import Closeable
 from enginery.core.errors import EngineryError, MissingPackageError, os_errors_as
 from enginery.core.extras import missing_package
-from enginery.core.temporary import temporary_directory
+from enginery.core.scratch import temporary_directory
 from enginery.core.trust.resource_limits import NO_LIMITS, ResourceLimits, watching
 
 _PIPE = "ENGINERY_PARENT_PIPE"

@@ -17,8 +17,8 @@ from typing import Any
 from enginery.core.artifact.engine_record import EngineRecord
 from enginery.core.errors import ArtifactError
 from enginery.core.json_file import require_regular_file
+from enginery.core.scratch import write_atomically
 from enginery.core.shapes import TensorSpec
-from enginery.core.temporary import write_atomically
 from enginery.runtime.tensorrt.options import RTX, get_flavor
 
 ENGINE_HEADER_BYTES = 64

@@ -29,9 +29,9 @@ from enginery.core.errors import ExportError, SourceError, nearest
 from enginery.core.json_file import json_bytes, read_json
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.model.files import ModelConfig, PreprocessorConfig, module_kinds
+from enginery.core.scratch import temporary_directory
 from enginery.core.shapes import canonical_dim
 from enginery.core.subprocess import report_phase
-from enginery.core.temporary import temporary_directory
 from enginery.export.checkpoint import check_unused, require_trained, untrained_weights
 from enginery.export.config import ExportConfig
 from enginery.export.encoder_configs import encoder_config, needs_encoder_config

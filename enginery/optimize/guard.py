@@ -27,7 +27,7 @@ from enginery.core.errors import ExportError
 from enginery.core.model.feeds import Feeds
 from enginery.core.model.random_numbers import random_notes
 from enginery.core.progress import SILENT, Progress
-from enginery.core.temporary import temporary_directory
+from enginery.core.scratch import temporary_directory
 from enginery.core.tolerance import Tolerance
 from enginery.core.trust.onnx_structure import read_structure
 from enginery.optimize.comparison import (

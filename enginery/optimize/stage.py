@@ -22,9 +22,9 @@ from enginery.core.artifact.fingerprint import (
 from enginery.core.artifact.manifest import GraphRecord, Manifest, StageRecord, Verdict
 from enginery.core.errors import OptionError
 from enginery.core.progress import SILENT, Progress
+from enginery.core.scratch import temporary_directory
 from enginery.core.shapes import TensorSpec
 from enginery.core.subprocess import peak_rss_bytes
-from enginery.core.temporary import temporary_directory
 from enginery.optimize.config import OptimizeConfig, check_options
 from enginery.optimize.graphs import OptimizedGraphs, optimize_graphs, require_low_nodes
 from enginery.optimize.guard import GuardRecord, describe_origin

@@ -1,7 +1,7 @@
 """Finished parts of an unfinished output, and a journal with one line per part.
 
 They are in `OUTPUT.parts/` beside the output, as `part-000000`, `part-000001`, … and
-`journal.jsonl`, until the output is complete. All temporary files of a run are in that directory.
+`journal.jsonl`, until the output is complete.
 
 >>> fingerprint = Fingerprint("predict", {"input": "reviews.csv"})
 >>> journal = Journal.open(tmp_path / "out.parquet", fingerprint, schema="text: string")
@@ -29,30 +29,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import Timeout
-
 from enginery.core.artifact.fingerprint import Fingerprint
 from enginery.core.artifact.inputs import InputFiles
-from enginery.core.durable import make_directory, replace_synced, sync_directory
 from enginery.core.errors import InputError
 from enginery.core.home import enginery_home
-from enginery.core.json_file import json_bytes, read_document
+from enginery.core.json_file import read_document
 from enginery.core.paths import list_directory
-from enginery.core.temporary import final_name, locked_beside, write_atomically
-from enginery.core.temporary import remove_leftovers as remove_temporary
+from enginery.core.scratch import final_name, locked, make_directory, sync, write_atomically
+from enginery.core.scratch import remove_leftovers as remove_beside
 from enginery.predict.batch_predictor import PredictedBatch
 from enginery.predict.columns import OutputColumns
 from enginery.predict.config import PredictConfig
-from enginery.predict.report import Counts, PredictReport, sidecar
-from enginery.predict.writer import ASSEMBLED, Assembly, FinishedPart, PartWriter, file_sha256
+from enginery.predict.report import Counts, sidecar
+from enginery.predict.writer import Assembly, FinishedPart, PartWriter, file_sha256
 
 _JOURNAL = "journal.jsonl"
 _PART = "part-"
 _PART_NAME = re.compile(r"part-\d{6,}")
 _NOTE_NAME = re.compile(r"[0-9a-f]{16}")
-STDIN_COPY = "stdin"
-_REPORT = "report.json"
-_KNOWN_FILES = (_JOURNAL, STDIN_COPY, _REPORT, ASSEMBLED)
 _FORMAT = 2
 _DIGEST_KEY, _DIGEST_DIGITS = b', "digest": "', 16
 _LINE_END = b'"}\n'
@@ -71,12 +65,14 @@ def lock_output(output: Path) -> Iterator[None]:
     note = _notes() / _output_id(output)
     with ExitStack() as stack:
         try:
-            stack.enter_context(locked_beside(output))
-        except Timeout:
+            if os.access(output.resolve().parent, os.W_OK):  # else it may be up to date
+                stack.enter_context(locked(output))
+        except TimeoutError:
             raise InputError(
                 f"output '{output}' is being written by another process.",
                 do="Wait for it, or choose another --out.",
             ) from None
+        remove_beside(output.parent, output.name)  # an output that is up to date is not written
         try:
             with suppress(OSError):  # without it, only `store prune` does not find the parts
                 make_directory(note.parent)
@@ -100,16 +96,17 @@ def remove_leftovers(on_removed: Callable[[Path], object] = lambda _: None) -> i
     freed, notes = 0, _notes()
     names = {final_name(path) for path in list_directory(notes)} if not notes.is_symlink() else ()
     for note in [notes / name for name in names if _NOTE_NAME.fullmatch(name)]:
-        freed += remove_temporary(notes, note.name, on_removed)
+        freed += remove_beside(notes, note.name, on_removed)
         with suppress(OSError):  # of a run that has just ended, or of another user
             output = Path(os.fsdecode(read_document(note).replace(b"\0", b"")))
             if _output_id(output) != note.name:  # it was damaged
                 note.unlink()
                 on_removed(note)
                 continue
-            with suppress(Timeout), locked_beside(output, create=False):
+            with suppress(TimeoutError), locked(output):
                 freed += _clear(output, on_removed)
-                freed += remove_temporary(output.parent, output.name, on_removed)
+                for name in (output.name, sidecar(output).name):
+                    freed += remove_beside(output.parent, name, on_removed)
                 if not parts_directory(output).exists():
                     note.unlink(missing_ok=True)
     return freed
@@ -195,8 +192,7 @@ class Journal:
                     f"{directory.name}: parts of an earlier run are removed, because {reason}"
                 )
             for path in own_files:
-                if path.name == _JOURNAL or path.name.startswith(_PART):
-                    path.unlink()
+                path.unlink()
             journal._append(head)
         except OSError as error:
             raise InputError(f"output '{output}' cannot be written: {error.strerror}.") from error
@@ -283,15 +279,6 @@ class Journal:
         self._append({"whole": True})
         self.has_all_rows = True
 
-    def write_report(self, report: PredictReport) -> None:
-        """Write the report of the finished output, atomically."""
-        fresh = self.directory / _REPORT
-        with fresh.open("wb") as stream:
-            stream.write(json_bytes(report.as_json()))
-            stream.flush()
-            os.fsync(stream.fileno())
-        replace_synced(fresh, sidecar(Path(report.output)))  # before the parts are removed
-
     def _write_part(
         self,
         number: int,
@@ -334,7 +321,7 @@ class Journal:
         if part.number != len(self.parts):  # the journal has no gaps
             raise OSError(f"part {part.number} follows one that could not be written")
         self._inputs.check(first=_CHECKED_FILES)
-        sync_directory(self.directory)
+        sync(self.directory)
         finished = FinishedPart.of(self.directory / _name(part.number), part.counts.rows)
         entry = {"part": part.number, "sha256": finished.sha256, "first_bad": part.first_bad}
         self._append({**entry, "counts": asdict(part.counts)})
@@ -387,7 +374,7 @@ def remove_parts(output: Path) -> None:
             for path in directory.iterdir():
                 if path != journal and _is_own(path):
                     path.unlink()
-            sync_directory(directory)  # parts without a journal would be taken for foreign files
+            sync(directory)  # parts without a journal would be taken for foreign files
             journal.unlink()
         directory.rmdir()
 
@@ -493,7 +480,7 @@ def _is_delivered(output: Path) -> bool:
 
 def _is_own(path: Path) -> bool:
     """Return True for a file in a directory of parts that has a name as predict gives it."""
-    return path.name in _KNOWN_FILES or _PART_NAME.fullmatch(path.name) is not None
+    return path.name == _JOURNAL or _PART_NAME.fullmatch(path.name) is not None
 
 
 def _name(number: int) -> str:

@@ -43,16 +43,20 @@ from enginery.core.datasets.delimited import LineReader
 from enginery.core.datasets.folders import FolderReader
 from enginery.core.datasets.parquet import ParquetReader
 from enginery.core.datasets.reader import detect_format, open_dataset
-from enginery.core.durable import make_directory, replace_synced, sync_directory
 from enginery.core.errors import EngineryError, InputError, OptionError, os_errors_as
 from enginery.core.json_file import json_bytes
 from enginery.core.progress import SILENT, Progress
+from enginery.core.scratch import (
+    Scratch,
+    make_directory,
+    replace_synced,
+    sync,
+    write_atomically,
+)
 from enginery.core.subprocess import peak_rss_bytes
-from enginery.core.temporary import directory_beside, write_atomically
 from enginery.predict.batch_predictor import BatchPredictor
 from enginery.predict.config import WINDOW_TEXTS, PredictConfig
 from enginery.predict.journal import (
-    STDIN_COPY,
     Journal,
     is_complete,
     lock_output,
@@ -209,12 +213,10 @@ def run(
                     progress.say(f"predict: {note}")
                 if resumed:
                     progress.say(f"predict: resuming after {resumed:,} rows from an earlier run")
+                scratch = joining.enter_context(Scratch.beside(output))
                 assembly = joining.enter_context(
                     Assembly(
-                        journal.directory,
-                        kind,
-                        output_columns.schema,
-                        own_process=predictor.on_gpu,
+                        scratch.path, kind, output_columns.schema, own_process=predictor.on_gpu
                     )
                 )
                 for part in journal.finished():
@@ -260,7 +262,7 @@ def run(
                 size_bytes=0,
                 sha256="",
             )
-            return _write_output(report, journal, assembly, key, started)
+            return _write_output(report, assembly, key, started)
 
 
 @contextmanager
@@ -314,14 +316,14 @@ def _run_tensors(
     with (
         os_errors_as(InputError, f"output '{output}' cannot be written"),
         lock_output(output),
-        directory_beside(output) as scratch,
+        Scratch.beside(output) as scratch,
     ):
         key = fingerprint(artifact, source, output, NPZ, config)
         if report := find_finished(output, key, force=force):
             progress.say(f"predict: nothing to do, {output} is up to date")
             return report
         with key.inputs.unchanged():
-            tensors = write_tensors(artifact, source, scratch, config)
+            tensors = write_tensors(artifact, source, scratch.path, config)
         report = _tensors_report(artifact, output, tensors, key, started)
         # First the report: without its output, the next run writes both again, and beside an
         # earlier output its digest is another.
@@ -355,7 +357,6 @@ def _tensors_report(
 
 def _write_output(
     report: PredictReport,
-    journal: Journal,
     assembly: Assembly,
     key: Fingerprint,
     started: float,
@@ -376,7 +377,7 @@ def _write_output(
         raise
     # The earlier report is removed first, so that it is never beside the new output.
     sidecar(output).unlink(missing_ok=True)
-    sync_directory(output.parent)
+    sync(output.parent)
     assembly.deliver(output)
     complete = replace(
         report,
@@ -385,7 +386,7 @@ def _write_output(
         size_bytes=output.stat().st_size,
         sha256=digest,
     )
-    journal.write_report(complete)
+    write_atomically(sidecar(output), json_bytes(complete.as_json()))
     remove_parts(output)
     return complete
 
@@ -502,7 +503,7 @@ def check_stdin_format(config: PredictConfig) -> None:
 
 @contextmanager
 def input_file(source: str, output: Path, config: PredictConfig) -> Iterator[Path]:
-    """Yield the path of the input. Standard input is copied to a file beside the parts first.
+    """Yield the path of the input. Standard input is copied to a file beside the output first.
 
     The copy can be checked before anything runs, and its hash tells whether an interrupted run can
     be resumed.
@@ -522,16 +523,11 @@ def input_file(source: str, output: Path, config: PredictConfig) -> Iterator[Pat
     check_stdin_format(config)
     if sys.stdin is None:
         raise InputError("standard input is closed.")
-    copied = parts_directory(output) / STDIN_COPY
-    try:
-        copied.parent.mkdir(exist_ok=True)
-        with copied.open("wb") as copy:
+    with Scratch.beside(output) as scratch:
+        path = scratch.path / "stdin"
+        with path.open("wb") as copy:
             shutil.copyfileobj(sys.stdin.buffer, copy, 1 << 20)
-        yield copied
-    finally:
-        copied.unlink(missing_ok=True)
-        with suppress(OSError):  # not empty: the parts stay
-            copied.parent.rmdir()
+        yield path
 
 
 def _close_unused(loading: Future[BatchPredictor | RayPredictor]) -> None:

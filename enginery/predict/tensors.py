@@ -13,7 +13,6 @@ The rows go to a temporary file for each output first, so that memory does not g
 from __future__ import annotations
 
 import errno
-import os
 import sys
 import time
 import zipfile
@@ -60,7 +59,7 @@ ROW_NAMES = "row"
 
 @dataclass(frozen=True)
 class WrittenTensors:
-    """A file of tensors, synced to the disk."""
+    """A file of tensors."""
 
     path: Path
     rows: int
@@ -241,7 +240,7 @@ def _run(
 def _assemble(
     path: Path, spools: list[_Spool], names: list[str], *, joined: bool, name_rows: bool
 ) -> None:
-    """Write an .npz file of the arrays, and sync it.
+    """Write an .npz file of the arrays.
 
     Args:
         path: the file.
@@ -250,19 +249,16 @@ def _assemble(
         joined: True if rows are joined along their first axis where their shapes agree.
         name_rows: True to add the array `ROW_NAMES`.
     """
-    with path.open("wb") as stream:
-        with zipfile.ZipFile(stream, "w") as archive:
-            for spool in spools:
-                with spool.path.open("rb") as rows:
-                    for name, header, size in spool.members(names, joined=joined):
-                        with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                            np.lib.format.write_array_header_2_0(member, header)
-                            _copy(rows, member, size)
-            if name_rows:
-                with archive.open(f"{ROW_NAMES}.npy", "w") as member:
-                    np.lib.format.write_array(member, np.array(names))
-        stream.flush()
-        os.fsync(stream.fileno())
+    with zipfile.ZipFile(path, "w") as archive:
+        for spool in spools:
+            with spool.path.open("rb") as rows:
+                for name, header, size in spool.members(names, joined=joined):
+                    with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                        np.lib.format.write_array_header_2_0(member, header)
+                        _copy(rows, member, size)
+        if name_rows:
+            with archive.open(f"{ROW_NAMES}.npy", "w") as member:
+                np.lib.format.write_array(member, np.array(names))
 
 
 def _copy(source: IO[bytes], target: IO[bytes], size: int) -> None:

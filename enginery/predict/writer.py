@@ -40,8 +40,8 @@ from numpy.typing import NDArray
 from enginery.core.closing import Closeable
 from enginery.core.datasets.arrow_arrays import numeric_view
 from enginery.core.datasets.batches import RAW_LINE
-from enginery.core.durable import replace_synced
 from enginery.core.errors import InputError
+from enginery.core.scratch import replace_synced
 from enginery.core.subprocess import WorkerProcess
 
 OutputFormat = Literal["parquet", "csv", "jsonl"]
@@ -116,17 +116,16 @@ class FinishedPart:
 class Assembly(Closeable):
     """Joins finished parts to the output.
 
-    The parts of a large output are joined in a thread of its own while later ones are written. The
-    output is written beside them and then renamed. Closing removes what was not delivered.
+    The parts of a large output are joined in a thread of its own while later ones are written.
     """
 
     def __init__(
         self, directory: Path, kind: OutputFormat, schema: Any, *, own_process: bool = False
     ) -> None:
-        """Join parts in a directory.
+        """Join parts to a file.
 
         Args:
-            directory: the directory of the parts.
+            directory: a temporary directory for the file, which may then be renamed.
             kind: format of the output.
             schema: `pyarrow.Schema` of the rows.
             own_process: join those of a large output in a child process, because threads of this
@@ -159,7 +158,7 @@ class Assembly(Closeable):
             self._thread.start()
 
     def finish(self) -> str:
-        """Wait until all parts are joined and synced to the disk; return the output's sha256.
+        """Wait until all parts are joined; return the output's sha256.
 
         Raises:
             OSError: the output cannot be written.
@@ -175,16 +174,15 @@ class Assembly(Closeable):
         return self._digest
 
     def deliver(self, output: Path) -> None:
-        """Replace the output, atomically, with the joined parts."""
+        """Replace the output, atomically and durably, with the joined parts."""
         replace_synced(self._path, output)
 
     def close(self) -> None:
-        """End the thread, and remove the file that was not delivered."""
+        """End the thread."""
         self._is_closed = True
         self._added.put(None)
         if self._thread is not None:
             self._thread.join()
-        self._path.unlink(missing_ok=True)
 
     def _join(self) -> None:
         try:
@@ -264,7 +262,7 @@ class OutputFile(Closeable):
             self._write_group()
 
     def finish(self) -> str:
-        """Write what is left, and sync the file to the disk; return its sha256.
+        """Write what is left; return the file's sha256.
 
         Raises:
             OSError: it cannot be written.
@@ -273,7 +271,6 @@ class OutputFile(Closeable):
             self._write_group()
             self._parquet.close()
         self._file.flush()
-        os.fsync(self._file.fileno())
         return self._stream.sha256.hexdigest()
 
     def close(self) -> None:

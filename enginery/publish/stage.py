@@ -28,7 +28,7 @@ from enginery.core.errors import (
 )
 from enginery.core.paths import list_tree
 from enginery.core.progress import SILENT, Progress
-from enginery.core.temporary import PREFIX, temporary_directory
+from enginery.core.scratch import PREFIX, temporary_directory
 from enginery.publish.config import PublishConfig
 from enginery.publish.destination import Published, open_destination
 from enginery.publish.layout import arrange, extract_variant

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from enginery.core.closing import Closeable
 from enginery.core.errors import InputError
 from enginery.core.model.feeds import Feeds
-from enginery.core.temporary import temporary_directory
+from enginery.core.scratch import temporary_directory
 from enginery.passes.ir.graph_file import read_graph, write_graph
 from enginery.passes.ir.nodes import infer_types
 from enginery.passes.qdq.layers import Layer, operands

@@ -30,8 +30,8 @@ from enginery.core.artifact.manifest import GraphRecord, StageRecord
 from enginery.core.errors import ArtifactError, CheckFailedError, OptionError
 from enginery.core.figures import NOT_DRAWN
 from enginery.core.progress import SILENT, Progress
+from enginery.core.scratch import temporary_directory
 from enginery.core.subprocess import peak_rss_bytes
-from enginery.core.temporary import temporary_directory
 from enginery.core.tolerance import MIN_MEAN_COSINE
 from enginery.passes.ir.graph_file import check_graph, write_graph
 from enginery.passes.ir.opset import convert_opset

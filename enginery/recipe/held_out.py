@@ -14,7 +14,7 @@ from typing import Any
 
 from enginery.core.datasets.batches import ReadOptions
 from enginery.core.datasets.reader import open_dataset
-from enginery.core.temporary import directory_beside
+from enginery.core.scratch import Scratch
 
 MAX_ROWS = 1024
 """Held-out rows at most, as many as quantize and the recipe's validations measure on."""
@@ -49,9 +49,9 @@ def split_rows(data: Path, calibrating: Path, held_out: Path) -> tuple[int, int]
 
     every = max(_STRIDE, -(-count // MAX_ROWS))
     written = {calibrating: 0, held_out: 0}
-    with directory_beside(held_out) as scratch, ExitStack() as stack:
+    with Scratch.beside(held_out) as scratch, ExitStack() as stack:
         writers: dict[Path, Any] = {
-            path: stack.enter_context(pq.ParquetWriter(scratch / path.name, reader.schema))
+            path: stack.enter_context(pq.ParquetWriter(scratch.path / path.name, reader.schema))
             for path in written
         }
         for batch in reader.read(0):
@@ -67,5 +67,5 @@ def split_rows(data: Path, calibrating: Path, held_out: Path) -> tuple[int, int]
                 written[path] += len(chosen)
         stack.close()  # it writes the ends of the files
         for path in written:
-            os.replace(scratch / path.name, path)
+            os.replace(scratch.path / path.name, path)
     return written[calibrating], written[held_out]

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import uvicorn
 
 from enginery.core.errors import EngineryError, OptionError, printable
-from enginery.core.temporary import temporary_directory
+from enginery.core.scratch import temporary_directory
 from enginery.serve.config import (
     ServeConfig,
     check_options,

@@ -45,7 +45,7 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.closing import Closeable
 from enginery.core.errors import EngineryError, InputError, SourceError
 from enginery.core.model.feeds import Feeds
-from enginery.core.temporary import temporary_directory
+from enginery.core.scratch import temporary_directory
 from enginery.core.trust.resource_limits import ResourceLimits, limited_call, read_sizes
 from enginery.passes.cast.low_precision import read_values
 from enginery.passes.cast.simulation import simulate_cast

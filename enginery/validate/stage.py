@@ -37,8 +37,8 @@ from enginery.core.model.random_numbers import random_notes
 from enginery.core.model.source import resolve_source
 from enginery.core.progress import SILENT, Progress
 from enginery.core.python_environment import OWN_ENVIRONMENT, PythonEnvironment
+from enginery.core.scratch import temporary_directory
 from enginery.core.shapes import Profile, profiles_by_graph
-from enginery.core.temporary import temporary_directory
 from enginery.core.trust.onnx_structure import read_structure
 from enginery.reports.validation import ValidationReport
 from enginery.reports.weights import WeightMetrics

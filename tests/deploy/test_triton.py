@@ -699,6 +699,17 @@ def test_failure_while_writing_keeps_the_old_models(mood, models, monkeypatch):
     assert not list(models.parent.glob(".tmp-*"))
 
 
+def test_leftovers_of_this_repository_only_are_removed(mood, models):
+    names = [
+        f".tmp-{repository}-0123456789ab"
+        for repository in ("models", "models-b", "models-triton", "model.")
+    ]
+    for name in names:
+        (models.parent / name / "new").mkdir(parents=True)
+    export_triton(mood, models, name="m")
+    assert sorted(path.name for path in models.parent.glob(".tmp-*")) == sorted(names[1:])
+
+
 EXPORT = """
 import os, sys
 from pathlib import Path
@@ -740,15 +751,15 @@ def test_exports_with_different_stores_are_serialized(mood, models, tmp_path):
 
 KILLED = """
 import os, sys
-from enginery.core.artifact import staging
+from enginery.core import scratch
 artifact, models = sys.argv[1:]
-exchanged = staging._exchange
+exchanged = scratch._exchange
 def killed_after(one, other):
     found = exchanged(one, other)
     if "/.tmp-models-" in f"{one}{other}":
         os._exit(9)
     return found
-staging._exchange = killed_after
+scratch._exchange = killed_after
 from enginery.api import export_triton
 export_triton(artifact, models, name="m", provider="cpu")
 """

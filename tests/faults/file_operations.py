@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from enginery.core import scratch
 from enginery.core import subprocess as children
-from enginery.core.artifact import staging
 
 VARIABLE = "FILE_OPERATIONS"
 """Environment variable that tells a child process what to count, and which fault strikes."""
@@ -223,8 +223,8 @@ class FileOperations:
 
         self._patch(fcntl, "flock", lock_or_unlock)
         # renameat2 is called through ctypes; it reports errors as False.
-        exchange = self._function(staging._exchange, "exchange", (0, 1))
-        self._patch(staging, "_exchange", _false_on_error(exchange))
+        exchange = self._function(scratch._exchange, "exchange", (0, 1))
+        self._patch(scratch, "_exchange", _false_on_error(exchange))
         return self
 
     def __exit__(self, *_: object) -> None:

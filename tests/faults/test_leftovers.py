@@ -14,7 +14,7 @@ import pytest
 
 from enginery.cli import main
 from enginery.core.errors import EngineryError
-from enginery.core.temporary import temporary_directory
+from enginery.core.scratch import temporary_directory
 from tests.core.artifacts import start
 from tests.faults.file_operations import FileOperations, Stop
 from tests.faults.scenarios import scenarios
@@ -84,7 +84,7 @@ def test_prune_removes_what_killed_runs_left_in_the_store_and_the_temporary_fold
 
 HOLD = """
 import sys
-from enginery.core.temporary import temporary_directory
+from enginery.core.scratch import temporary_directory
 with temporary_directory("example") as scratch:
     print(scratch, flush=True)
     sys.stdin.readline()

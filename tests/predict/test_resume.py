@@ -20,6 +20,7 @@ from enginery.core.artifact.fingerprint import Fingerprint
 from enginery.core.errors import InputError
 from enginery.core.home import enginery_home
 from enginery.core.progress import Silent
+from enginery.core.scratch import Scratch, locked
 from enginery.predict import stage, writer
 from enginery.predict.config import PredictConfig
 from enginery.predict.journal import Journal, lock_output, parts_directory, remove_leftovers
@@ -191,7 +192,7 @@ def test_run_killed_before_its_report_is_assembled_again(
 ):
     artifact = tiny("bert", "text-classification")
     with monkeypatch.context() as patch:
-        patch.setattr(Journal, "write_report", killed)
+        patch.setattr(stage, "write_atomically", killed)
         with pytest.raises(KeyboardInterrupt):
             predict(artifact, data)
     assert (tmp_path / "out.parquet").exists()
@@ -222,10 +223,10 @@ def test_failed_assembly_keeps_the_old_output(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", full)
     with Assembly(tmp_path, "jsonl", LINE) as assembly:
         assembly.add(part)
+        assembly.finish()
         with pytest.raises(OSError, match="No space left on device"):
-            assembly.finish()
+            assembly.deliver(tmp_path / "out.jsonl")
     assert (tmp_path / "out.jsonl").read_bytes() == b"old\n"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "part"]
 
 
 @pytest.mark.parametrize("own_process", [False, True])
@@ -286,9 +287,9 @@ def test_run_killed_while_assembling_leaves_only_its_parts(
 ):
     artifact = tiny("bert", "text-classification")
     kill_while_assembling(predict, monkeypatch, artifact, data)
-    left = [".tmp-out.parquet-lock", "in.csv", "out.parquet.parts"]
+    (assembled,) = tmp_path.glob(".tmp-out.parquet-*/assembled")
+    left = [assembled.parent.name, ".tmp-out.parquet-lock", "in.csv", "out.parquet.parts"]
     assert sorted(path.name for path in tmp_path.iterdir()) == left
-    assert (tmp_path / "out.parquet.parts" / "assembled").exists()
     assert predict(artifact, data).resumed_rows == ROWS
     assert len(rows()) == ROWS
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -306,10 +307,11 @@ def test_prune_removes_files_that_no_run_can_resume_from(
     parts = tmp_path / "out.parquet.parts"
     (parts / "part-000777").write_bytes(b"half a part")
     # The part that was started at the end of the input has no rows.
-    left = ("assembled", "part-000001", "part-000777")
-    size = sum((parts / name).stat().st_size for name in left)
-    with lock_output(tmp_path / "out.parquet"):
-        assert remove_leftovers() == 0  # locked by a run
+    left = [parts / "part-000001", parts / "part-000777", *tmp_path.glob(".tmp-*/assembled")]
+    assert len(left) == 3
+    size = sum(path.stat().st_size for path in left)
+    with locked(tmp_path / "out.parquet"):
+        assert remove_leftovers() == 0  # a run writes it
     with pytest.raises(SystemExit) as end:
         main(["store", "prune", "--max-size", "1TB", "--json"])
     assert not end.value.code
@@ -352,9 +354,16 @@ def kill_while_assembling(predict, monkeypatch, artifact, data):
     """Run predict and kill it after assembling, before the output is renamed."""
     with monkeypatch.context() as patch:
         patch.setattr(writer.Assembly, "deliver", killed)
-        patch.setattr(writer.Path, "unlink", lambda *_, **__: None)
+        # The kernel releases the lock, and nothing is removed.
+        patch.setattr(Scratch, "close", lambda scratch: os.close(scratch._descriptor))
         with pytest.raises(KeyboardInterrupt):
             predict(artifact, data)
+
+
+def test_output_where_nothing_can_be_written_needs_no_lock(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with lock_output(tmp_path / "out"), lock_output(tmp_path / "out"):
+        assert list(tmp_path.iterdir()) == []
 
 
 def killed(*_):
@@ -397,7 +406,6 @@ def test_run_that_fails_leaves_no_thread_that_joins_parts(tmp_path, monkeypatch)
     part = write_part(tmp_path / "part", "a")
     with Assembly(tmp_path, "jsonl", LINE) as assembly:
         assembly.add(part)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["part"]
     assert not [t for t in threading.enumerate() if t.name == "enginery-assemble"]
 
 
@@ -441,7 +449,7 @@ def test_parts_of_lines_from_an_earlier_version_are_not_used(
 ):
     artifact = tiny("bert", "text-classification")
     with monkeypatch.context() as patch:
-        patch.setattr(Journal, "write_report", killed)
+        patch.setattr(stage, "write_atomically", killed)
         with pytest.raises(KeyboardInterrupt):
             predict(artifact, data)
     journal = tmp_path / "out.parquet.parts" / "journal.jsonl"

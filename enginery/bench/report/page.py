@@ -24,7 +24,7 @@ from enginery.core.artifact.artifact import MANIFEST, REPORTS, Artifact
 from enginery.core.artifact.manifest import Manifest
 from enginery.core.errors import ArtifactError
 from enginery.core.figures import NOT_DRAWN, can_draw, figure_svg
-from enginery.core.temporary import write_atomically
+from enginery.core.scratch import write_atomically
 from enginery.reports.benchmark import BenchResult
 
 PAGE = f"{REPORTS}/report.html"

@@ -38,12 +38,11 @@ from enginery.core.artifact.staging import (
     check_overwritable,
     staging,
 )
-from enginery.core.durable import make_directory
 from enginery.core.errors import ArtifactError, RejectedArtifactError, os_errors_as
 from enginery.core.json_file import first_problem, parse_json, read_document, verify_checksum
 from enginery.core.paths import list_tree, require_utf8, resolve_inside
+from enginery.core.scratch import locked, make_directory, write_atomically
 from enginery.core.table import Table, fact_rows, html_of, human_bytes
-from enginery.core.temporary import locked_beside, write_atomically
 
 __all__ = [
     "MANIFEST",
@@ -230,7 +229,7 @@ class Artifact:
         paths = {name: self._inside(name) for name in (*contents, *removed)}
         with (
             os_errors_as(ArtifactError, f"{self.path} cannot be written"),
-            locked_beside(self.path / MANIFEST, lambda: None, create=False),
+            locked(self.path / MANIFEST, lambda: None),
         ):
             current = _read_manifest(self.path)
             if Artifact(self.path, current).content_sha256() != self.content_sha256():

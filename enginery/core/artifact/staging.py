@@ -5,36 +5,27 @@
 >>> [path.name for path in (tmp_path / "out").iterdir()]
 ['model.onnx']
 
-The directory and its files reach the disk before the rename does, so that a power failure leaves
-the earlier content or the new one, never a part.
+How is in `core/scratch.py`; here is what may be overwritten.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
-import os
-import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from enginery.core.artifact.inputs import InputFiles
-from enginery.core.durable import make_directory, sync_directory, sync_tree
 from enginery.core.errors import ArtifactError, os_errors_as
 from enginery.core.json_file import load_json, parse_json, read_document
 from enginery.core.paths import list_tree
-from enginery.core.temporary import PREFIX, directory_beside, new_sibling
+from enginery.core.scratch import PREFIX, Scratch, make_directory, replace_synced
 
 MANIFEST = "manifest.json"
 CARD = "README.md"
 """The model card that `publish` adds to an artifact; not a file of the model."""
 LISTING = "reports/publication.json"
 """The list of all files, with their hashes, that `publish` adds to an artifact."""
-# linux/fs.h and fcntl.h
-_RENAME_EXCHANGE = 2
-_AT_FDCWD = -100
 
 
 @contextmanager
@@ -58,13 +49,10 @@ def staging(out: Path, inputs: InputFiles | None = None) -> Iterator[Path]:
         check_overwritable(out)
         out = out.resolve()
         make_directory(out.parent)
-        with directory_beside(out) as directory:
-            with _still_there(directory), inputs.unchanged():
-                yield directory
-            sync_tree(directory)
-            old = new_sibling(out)
-            replace_directory(directory, out, old=old)
-            shutil.rmtree(old, ignore_errors=True)
+        with Scratch.beside(out) as scratch:
+            with _still_there(scratch.path), inputs.unchanged():
+                yield scratch.path
+            replace_synced(scratch.path, out)
 
 
 @contextmanager
@@ -100,37 +88,6 @@ def check_overwritable(out: Path) -> None:
         f"{out} exists and is not an enginery artifact, so it is not overwritten.",
         do="Choose another --out, or remove it yourself.",
     )
-
-
-def replace_directory(directory: Path, out: Path, *, old: Path) -> None:
-    """Rename a directory to `out`; keep the content of an existing `out` under another name.
-
-    If the system can exchange two names, `out` is never missing, and `directory` has the old
-    content afterwards. Otherwise `old` has it, and `out` is missing between the two renames. The
-    directory has been synced before; the new name is synced here.
-
-    Args:
-        directory: the new directory, on the same file system.
-        out: path of a directory, or of nothing.
-        old: unused path on the same file system.
-
-    Raises:
-        OSError: a rename failed; `out` is unchanged.
-    """
-    if not out.exists():
-        os.replace(directory, out)
-        sync_directory(out.parent)
-        return
-    if _exchange(directory, out):
-        sync_directory(out.parent)
-        return
-    os.replace(out, old)
-    try:
-        os.replace(directory, out)
-    except OSError:
-        os.replace(old, out)
-        raise
-    sync_directory(out.parent)
 
 
 def _is_manifest(manifest: Path) -> bool:
@@ -176,15 +133,3 @@ def _published_card(artifact: Path) -> tuple[str, ...]:
         return (CARD,) if listed[CARD]["sha256"] == digest else ()
     except (ArtifactError, OSError, KeyError, TypeError):
         return ()
-
-
-def _exchange(first: Path, second: Path) -> bool:
-    """Exchange two directories atomically; return False if the system does not support it."""
-    if sys.platform != "linux":
-        return False
-    try:
-        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
-    except AttributeError:  # a C library older than 2018, or musl
-        return False
-    directory, names = _AT_FDCWD, (os.fsencode(first), os.fsencode(second))
-    return bool(renameat2(directory, names[0], directory, names[1], _RENAME_EXCHANGE) == 0)

@@ -28,6 +28,7 @@ from enginery.core.errors import ArtifactError, EngineryError, os_errors_as
 from enginery.core.home import REMEDY, enginery_home, file_lock, names_made, note_made
 from enginery.core.paths import list_directory, list_tree
 from enginery.core.progress import SILENT, Progress
+from enginery.core.scratch import final_name, remove_leftovers
 from enginery.core.store.entries import (
     ARTIFACTS,
     ENGINES,
@@ -38,7 +39,6 @@ from enginery.core.store.entries import (
     Inode,
     StoreEntry,
 )
-from enginery.core.temporary import final_name, remove_leftovers
 
 __all__ = ["ARTIFACTS", "ENGINES", "GRAPHS", "EntryType", "Store", "StoreEntry"]
 

@@ -21,8 +21,8 @@ from enginery.core.errors import ArtifactError, OptionError
 from enginery.core.options import options_dict
 from enginery.core.paths import portable_name
 from enginery.core.progress import SILENT, Progress
+from enginery.core.scratch import write_atomically
 from enginery.core.table import Table
-from enginery.core.temporary import write_atomically
 from enginery.deploy.kserve.manifest import MADE_BY, inference_service, is_image, manifest_text
 from enginery.deploy.kserve.options import MAX_CHARACTERS_KNATIVE, KserveConfig
 from enginery.deploy.providers import TENSORRT_PROVIDERS, DeployProvider, resolve_provider

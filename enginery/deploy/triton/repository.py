@@ -21,11 +21,10 @@ from typing import Any
 
 from enginery.core.artifact.artifact import MANIFEST, link_or_copy
 from enginery.core.artifact.fingerprint import sha256_of
-from enginery.core.artifact.staging import replace_directory
 from enginery.core.errors import ArtifactError
 from enginery.core.json_file import json_bytes, parse_json, read_document
 from enginery.core.paths import list_tree
-from enginery.core.temporary import directory_beside, locked_beside
+from enginery.core.scratch import Scratch, locked, make_directory, replace_synced
 from enginery.deploy.triton.models import ANSWERS, GRAPH, TOKENIZER, VERSION, TritonModel
 
 CONFIG = "config.pbtxt"
@@ -67,18 +66,20 @@ def install_models(
     parts = [name, *(f"{name}-{part}" for part in (GRAPH, TOKENIZER, ANSWERS))]
     names = {model.name for model in models}
     try:
-        # Beside the repository: a polling server would take a folder in it for a model.
-        with locked_beside(out, lambda: None), directory_beside(out) as fresh:
+        make_directory(out)
+        with locked(out, lambda: None):
             earlier = [part for part in parts if _is_earlier_export(out / part, name)]
-            for model in models:
-                _write(model, fresh / model.name, listing)
-            out.mkdir(exist_ok=True)
-            for model in models:
-                old = fresh / f"old-{model.name}"
-                replace_directory(fresh / model.name, out / model.name, old=old)
             gone = [part for part in earlier if part not in names]
-            for part in gone:
-                os.replace(out / part, fresh / f"old-{part}")
+            # Beside the repository: a polling server would take a folder in it for a model.
+            with Scratch.beside(out) as scratch:
+                new, removed = scratch.path / "new", scratch.path / "removed"
+                removed.mkdir()
+                for model in models:
+                    _write(model, new / model.name, listing)
+                for model in models:
+                    replace_synced(new / model.name, out / model.name)
+                for part in gone:
+                    os.replace(out / part, removed / part)
     except OSError as error:
         raise ArtifactError(
             f"{out} cannot be written: {error.strerror}: {error.filename}.",

@@ -23,7 +23,6 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from enginery.core.artifact.artifact import MANIFEST
-from enginery.core.durable import make_directory, replace_synced, sync_directory, sync_tree
 from enginery.core.errors import (
     ArtifactError,
     OptionError,
@@ -33,11 +32,14 @@ from enginery.core.errors import (
 )
 from enginery.core.paths import is_portable_name, list_directory, resolve_inside
 from enginery.core.progress import Progress
-from enginery.core.temporary import (
+from enginery.core.scratch import (
     PREFIX,
-    directory_beside,
-    locked_file,
+    Scratch,
+    locked,
+    make_directory,
     remove_leftovers,
+    replace_synced,
+    sync,
     write_atomically,
 )
 from enginery.publish.config import LATEST, PublishConfig
@@ -48,6 +50,8 @@ from enginery.publish.publication import LISTING, Publication
 _NEXT = f"{PREFIX}{LATEST}"
 """`latest` of a version that is about to appear. A run that is killed before it moves `latest`
 leaves it, so that the next one can."""
+_VERSION = "version"
+"""What the lock in a model's folder is beside: a version that a process adds."""
 _MAX_NAME_BYTES = 200
 # A registry's files are readable by all its users, whatever modes the artifact's files have.
 _MODE = 0o644
@@ -81,9 +85,11 @@ class FolderRegistry:
                 was published; the message names the file.
         """
         folder = self.path / package.name
+        waiting = f"waiting: another process writes into {folder}"
         with _registry_errors(self.path):
             check_registry_root(self.path)
-            with _locked(folder, progress):
+            make_directory(folder)
+            with locked(folder / _VERSION, lambda: progress.say(waiting)):
                 _move_latest(folder)  # of a run that was killed
                 remove_leftovers(folder)
                 version = _find_version(package, folder, config)
@@ -169,16 +175,6 @@ def _describe_changes(existing: Publication, package: Package) -> str:
     changed = [name for name in names if existing.content.get(name) != content.get(name)]
     more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
     return f"{', '.join(changed[:3])}{more} differ" if changed else "its digest differs"
-
-
-@contextmanager
-def _locked(folder: Path, progress: Progress) -> Iterator[None]:
-    """Hold the lock in a model's folder, so that only one process of any machine writes."""
-    make_directory(folder)
-    with locked_file(
-        folder / ".lock", lambda: progress.say(f"waiting: another process writes into {folder}")
-    ):
-        yield
 
 
 @contextmanager
@@ -321,16 +317,16 @@ def _write_version(package: Package, directory: Path, progress: Progress) -> Non
         OSError: the folder cannot be written.
     """
     folder, version = directory.parent, directory.name
-    with directory_beside(directory) as part:
+    with Scratch.beside(directory) as scratch:
         task = progress.task(f"writing {folder.name}/{version}", total=len(package.files))
         with task as advance:
             for file in package.files:
-                copy_file(package, file, part / file.name)
+                copy_file(package, file, scratch.path / file.name)
                 advance()
-        Publication.read(part, str(part)).verify(part, f"{package.artifact.path}, as it is now")
-        sync_tree(part)
+        publication = Publication.read(scratch.path, str(scratch.path))
+        publication.verify(scratch.path, f"{package.artifact.path}, as it is now")
         _prepare_latest(folder, version)
-        replace_synced(part, directory)
+        replace_synced(scratch.path, directory)
     _move_latest(folder)
     progress.say(f"publish: wrote {directory}")
 
@@ -355,7 +351,7 @@ def _prepare_latest(folder: Path, version: str) -> None:
     path = folder / _NEXT
     try:
         path.symlink_to(version, target_is_directory=True)
-        sync_directory(folder)
+        sync(folder)
     except OSError:  # Windows without permission, or a network share without links
         write_atomically(path, f"{version}\n".encode())
 
@@ -364,6 +360,7 @@ def _move_latest(folder: Path) -> None:
     """Rename the prepared pointer to `latest` if its version has appeared; else remove it."""
     path = folder / _NEXT
     if _read_pointer(path):
-        replace_synced(path, folder / LATEST)
+        os.replace(path, folder / LATEST)
+        sync(folder)
     else:
         path.unlink(missing_ok=True)

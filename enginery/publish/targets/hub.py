@@ -30,7 +30,7 @@ from enginery.core.errors import (
 )
 from enginery.core.model.hub import hub_requests
 from enginery.core.progress import Progress
-from enginery.core.temporary import temporary_directory
+from enginery.core.scratch import temporary_directory
 from enginery.publish.config import LATEST, PublishConfig
 from enginery.publish.destination import Published
 from enginery.publish.package import Package

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from enginery.core.artifact.external_data import load_graph
 from enginery.core.errors import InputError
-from enginery.core.temporary import temporary_directory
+from enginery.core.scratch import temporary_directory
 from enginery.core.trust.resource_limits import ResourceLimits, limited_call
 from enginery.runtime.onnxruntime.capture_lock import CAPTURE_LOCK
 

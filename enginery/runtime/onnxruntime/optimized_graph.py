@@ -54,16 +54,16 @@ def optimized_graph(
     fingerprint = _fingerprint(artifact, record)
     if fingerprint is None:
         return None
-    store, name = Store(), artifact.manifest.source.id
     try:
-        if stored := store.find(GRAPHS, fingerprint, name):
-            return stored.model
-        created, _ = store.obtain(
-            GRAPHS, fingerprint, name, lambda out: _make(artifact, record, fingerprint, out)
+        graph, _ = Store().obtain(
+            GRAPHS,
+            fingerprint,
+            artifact.manifest.source.id,
+            lambda out: _make(artifact, record, fingerprint, out),
         )
     except (EngineryError, OSError):  # a full or read-only store; run without the optimized graph
         return None
-    return created.model
+    return graph.model
 
 
 def _fingerprint(artifact: Artifact, record: GraphRecord) -> Fingerprint | None:

@@ -21,7 +21,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from enginery.core.errors import InputError, MissingPackageError, ProviderError
-from enginery.core.temporary import temporary_directory
+from enginery.core.scratch import temporary_directory
 from enginery.core.trust.resource_limits import read_sizes
 from enginery.runtime.onnxruntime.multiply_adds import (
     SHAPE_OPS,

@@ -27,7 +27,7 @@ from typing import Any
 from enginery.core.errors import SourceError
 from enginery.core.json_file import read_json
 from enginery.core.model.files import ModelConfig
-from enginery.core.temporary import temporary_directory
+from enginery.core.scratch import temporary_directory
 
 Document = dict[str, Any]
 

@@ -19,9 +19,9 @@ from typing import Any
 
 from enginery.core.artifact.engine_record import LayerRecord
 from enginery.core.errors import OptionError, ProviderError, ShapeError
+from enginery.core.scratch import write_atomically
 from enginery.core.shapes import Profile, TensorSpec, dynamic_dims
 from enginery.core.subprocess import peak_rss_bytes
-from enginery.core.temporary import write_atomically
 from enginery.runtime.tensorrt.inspector import inspect_plan
 from enginery.runtime.tensorrt.library import (
     Messages,

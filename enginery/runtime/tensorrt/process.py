@@ -20,9 +20,9 @@ from typing import Any
 from enginery.core.artifact.engine_record import LayerRecord
 from enginery.core.errors import OptionError, ProviderError, ShapeError, SourceError
 from enginery.core.home import store_log
+from enginery.core.scratch import final_name, temporary_directory
 from enginery.core.shapes import TensorSpec
 from enginery.core.subprocess import Supervision, run_in_subprocess
-from enginery.core.temporary import final_name, temporary_directory
 from enginery.core.trust.resource_limits import NO_LIMITS, ResourceLimits, read_sizes
 from enginery.runtime.tensorrt.build import BuildRequest, build_in_process
 from enginery.runtime.tensorrt.capabilities import resolve_capabilities

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from enginery.core.errors import OptionError, ProviderError
-from enginery.core.temporary import locked_beside, write_atomically
+from enginery.core.scratch import locked, make_directory, write_atomically
 from enginery.runtime.tensorrt.library import Messages
 from enginery.runtime.tensorrt.options import BuildOptions
 
@@ -38,7 +38,7 @@ class TimingCache:
             return
         learnt = config.get_timing_cache()
         try:
-            with locked_beside(self.path, lambda: None):
+            with locked(self.path, lambda: None):
                 present = self.path.read_bytes() if self.path.is_file() else b""
                 if present not in (b"", self.content):
                     # Another build has written the file in the meantime; keep its timings as well.
@@ -65,8 +65,8 @@ def attach_timing_cache(config: Any, options: BuildOptions, messages: Messages) 
         return TimingCache()
     path = Path(options.timing_cache)
     try:
-        with locked_beside(path, lambda: None):
-            content = path.read_bytes() if path.exists() else b""
+        make_directory(path.parent)
+        content = path.read_bytes() if path.exists() else b""
     except OSError as error:
         raise OptionError(
             f"option 'timing_cache': {path} cannot be used: {error.strerror}.",

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.progress import SILENT, Progress
-from enginery.core.temporary import temporary_directory
+from enginery.core.scratch import temporary_directory
 from enginery.passes.cast.low_precision import LOW_TYPES, read_values
 from enginery.passes.ir.graph_file import read_graph, write_graph
 from enginery.passes.qdq.layer_errors import FloatLayer, add_float_layers

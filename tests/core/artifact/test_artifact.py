@@ -11,7 +11,7 @@ import pytest
 from enginery.core.artifact import artifact as module
 from enginery.core.artifact.artifact import Artifact, check_overwritable, commit_artifact, staging
 from enginery.core.errors import ArtifactError, RejectedArtifactError
-from enginery.core.temporary import locked_beside, remove_leftovers, write_atomically
+from enginery.core.scratch import locked, remove_leftovers, write_atomically
 from tests.core.artifacts import edit_manifest, fill, make, manifest, start, verdict
 
 STAGE_AND_WAIT = """
@@ -254,8 +254,8 @@ def test_a_rename_that_fails_leaves_the_earlier_artifact(tmp_path, monkeypatch):
             raise OSError("no space")
         replace(source, target)
 
-    monkeypatch.setattr("enginery.core.artifact.staging._exchange", lambda *_: False)
-    monkeypatch.setattr("enginery.core.artifact.staging.os.replace", fail_for_the_new_one)
+    monkeypatch.setattr("enginery.core.scratch._exchange", lambda *_: False)
+    monkeypatch.setattr("enginery.core.scratch.os.replace", fail_for_the_new_one)
     with pytest.raises(ArtifactError, match="no space"), staging(tmp_path / "out") as directory:
         (directory / "marker").touch()
     assert Artifact.open(tmp_path / "out").model.read_bytes() == b"graph"
@@ -283,7 +283,7 @@ def test_an_artifact_is_replaced_without_a_moment_when_it_is_gone(tmp_path, monk
         raise AssertionError("a rename leaves a moment between two")
 
     first = make(tmp_path / "a")
-    monkeypatch.setattr("enginery.core.artifact.staging.os.replace", never)
+    monkeypatch.setattr("enginery.core.scratch.os.replace", never)
     second = make(first.path, graph=b"other")
     assert Artifact.open(first.path).content_sha256() == second.content_sha256()
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
@@ -408,7 +408,7 @@ def test_annotate_leaves_the_old_manifest_when_it_is_interrupted(tmp_path, monke
             raise KeyboardInterrupt
         replace(source, target)
 
-    monkeypatch.setattr("enginery.core.artifact.staging.os.replace", interrupted)
+    monkeypatch.setattr("enginery.core.scratch.os.replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
         artifact.annotate(verdict(passed=False), b"{}")
     assert Artifact.open(artifact.path) == artifact
@@ -442,7 +442,7 @@ def test_two_processes_that_annotate_at_once_keep_each_others_verdicts(tmp_path)
 def test_annotate_waits_for_another_process(tmp_path, home):
     """Whoever comes second reads the manifest that the first has written."""
     artifact = make(tmp_path / "minilm")
-    with locked_beside(artifact.path / "manifest.json"):
+    with locked(artifact.path / "manifest.json"):
         child = start(ANNOTATE, artifact.path, "bench")
         child.stdout.readline()
         child.stdin.write("go\n")
@@ -474,9 +474,7 @@ def test_write_atomically_never_shows_a_part(tmp_path, monkeypatch):
     file = tmp_path / "report.json"
     write_atomically(file, b"old")
     seen = []
-    monkeypatch.setattr(
-        "enginery.core.temporary.os.fsync", lambda _: seen.append(file.read_bytes())
-    )
+    monkeypatch.setattr("enginery.core.scratch.os.fsync", lambda _: seen.append(file.read_bytes()))
     write_atomically(file, b"new")
     assert seen == [b"old", b"new"]  # the content is synced before the rename, the name after it
     assert file.read_bytes() == b"new"
@@ -575,7 +573,7 @@ def test_annotate_that_is_killed_leaves_a_whole_artifact(tmp_path, monkeypatch, 
         replace(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr("enginery.core.artifact.staging.os.replace", killed)
+        patch.setattr("enginery.core.scratch.os.replace", killed)
         with pytest.raises(KeyboardInterrupt):
             artifact.annotate(verdict(), b'{"passed": true}')
     opened = Artifact.open(artifact.path, verify=True)

@@ -12,6 +12,7 @@ import pytest
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import ArtifactError, OptionError, RegistryError
 from enginery.core.json_file import CHECKSUM_KEY, append_checksum
+from enginery.core.scratch import locked
 from enginery.publish.config import PublishConfig
 from enginery.publish.publication import LISTING, Publication
 from enginery.publish.stage import pull, run
@@ -78,7 +79,7 @@ def test_version_is_an_artifact_with_card_and_link(artifact, registry):
     assert Artifact.open(registry / "m/latest", verify=True).manifest == artifact.manifest
     assert (registry / "m/1/README.md").read_text().startswith("---\n")
     assert (registry / "m/latest").readlink() == Path("1")
-    assert {path.name for path in (registry / "m").iterdir()} == {"1", "latest", ".lock"}
+    assert {path.name for path in (registry / "m").iterdir()} == {"1", "latest"}
 
 
 def test_same_content_is_one_version(artifact, registry):
@@ -417,11 +418,8 @@ def test_file_changed_while_publishing_is_an_error(artifact, registry, tmp_path)
 
 @pytest.mark.more
 def test_waiting_writer_is_reported(artifact, registry, tmp_path):
-    from filelock import FileLock
-
     (registry / "m").mkdir(parents=True)
-    lock = FileLock(registry / "m/.lock")
-    with lock:
+    with locked(registry / "m/version"):
         child = subprocess.Popen(
             [sys.executable, "-m", "enginery", "publish", artifact.path, registry, "--name", "m"],
             stderr=subprocess.PIPE,

@@ -19,7 +19,7 @@ from typing import Any
 from enginery.core.artifact.fingerprint import runtime_version, sha256_of
 from enginery.core.errors import ArtifactError
 from enginery.core.progress import Progress
-from enginery.core.temporary import temporary_directory
+from enginery.core.scratch import temporary_directory
 from enginery.core.version import __version__
 from enginery.publish.card.figures import Reports, metrics
 from enginery.publish.package import Package
