@@ -25,8 +25,8 @@ from enginery.core.extras import require_packages
 from enginery.runtime.onnxruntime.binding import run_options
 from enginery.runtime.onnxruntime.capture_lock import CAPTURE_LOCK
 from enginery.runtime.onnxruntime.device_values import ELEMENTS, Device, dtype_of, new_buffer
-from enginery.runtime.onnxruntime.native_log import silence_default_logger
 from enginery.runtime.onnxruntime.runner import run_values
+from enginery.runtime.onnxruntime.session import silence_warnings
 from enginery.runtime.providers.known import CPU, CUDA
 from enginery.runtime.providers.specification import CUDA_GRAPH_OPTIONS
 
@@ -214,7 +214,7 @@ class Operators:
             if records:
                 option, value = CUDA_GRAPH_OPTIONS[CUDA]
                 provider[1][option] = value
-            silence_default_logger()  # it warns for each session that CUDA is not a plugin
+            silence_warnings()
         with self._device_work():
             return ort.InferenceSession(
                 model.SerializeToString(), options, providers=[provider], enable_fallback=0
