@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -81,6 +81,7 @@ of a step takes longer than to do it."""
 
 Feeds = Mapping[str, NDArray[Any]]
 Outputs = dict[str, NDArray[Any]]
+_Answer = TypeVar("_Answer")
 _RunModel = Callable[[dict[str, Any]], dict[str, Any]]
 """Tensors in, tensors out, both by the graph's names."""
 
@@ -394,11 +395,7 @@ class TorchRunner(Closeable):
         Raises:
             InputError: transformers cannot load it, or it rejects the input.
         """
-        try:
-            with _quiet():
-                tensors = self._answers.prepare(item)
-        except Exception as error:  # bad files can cause any error, anywhere in transformers
-            raise InputError(f"transformers' processor fails: {first_line(error)}") from error
+        tensors = self._ask("processor", lambda: self._answers.prepare(item))
         return {name: _array(tensor) for name, tensor in tensors.items()}
 
     @cached_property
@@ -417,16 +414,10 @@ class TorchRunner(Closeable):
         Raises:
             InputError: transformers cannot load the tokenizer, or it cannot encode a text.
         """
-        try:
-            with _quiet():
-                tokenizer = load_tokenizer(
-                    self._path,
-                    trust_remote_code=self._trust_remote_code,
-                    local_files_only=True,
-                )
-                return [list(tokenizer(text).input_ids) for text in texts]
-        except Exception as error:  # bad files can cause any error, anywhere in transformers
-            raise InputError(f"transformers' tokenizer fails: {first_line(error)}") from error
+        return self._ask(
+            "tokenizer",
+            lambda: [list(self._answers.tokenizer(text).input_ids) for text in texts],
+        )
 
     def decode_tokens(self, tokens: Sequence[Sequence[int]]) -> list[str]:
         """Return the texts of tokens by the model's own tokenizer, without special tokens.
@@ -434,12 +425,21 @@ class TorchRunner(Closeable):
         Raises:
             InputError: transformers cannot load the tokenizer, or it cannot decode a token.
         """
+        return self._ask(
+            "tokenizer",
+            lambda: [
+                self._answers.tokenizer.decode(list(row), skip_special_tokens=True)
+                for row in tokens
+            ],
+        )
+
+    def _ask(self, part: str, answer: Callable[[], _Answer]) -> _Answer:
+        """Return what a tokenizer or a processor of transformers answers."""
         try:
             with _quiet():
-                decode = self._answers.tokenizer.decode
-                return [decode(list(row), skip_special_tokens=True) for row in tokens]
+                return answer()
         except Exception as error:  # bad files can cause any error, anywhere in transformers
-            raise InputError(f"transformers' tokenizer fails: {first_line(error)}") from error
+            raise InputError(f"transformers' {part} fails: {first_line(error)}") from error
 
     def generation_config(self) -> dict[str, Any]:
         """Return the options that `generate` has without any arguments.
