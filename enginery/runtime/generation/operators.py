@@ -138,17 +138,6 @@ class Operators:
         with self._device_work():
             return BestTokens(session, logits, count, self._device, graph_id)
 
-    def row_sums(self, logits: Any) -> RowSums:
-        """Return a bound graph that adds up the logits in a buffer.
-
-        Args:
-            logits: (rows, vocabulary).
-        """
-        element = ELEMENTS[dtype_of(logits)]
-        session, graph_id = self._repeated(_sum_graph, element, records=True)
-        with self._device_work():
-            return RowSums(session, logits, self._device, graph_id)
-
     def _repeated(
         self, make: Callable[..., Any], *arguments: Any, records: bool
     ) -> tuple[Any, str]:
@@ -274,23 +263,6 @@ class BestTokens(_BoundGraph):
             self._run()
             log_probs, tokens = (value.numpy() for value in self._best)
         return np.array(log_probs), np.array(tokens)
-
-
-class RowSums(_BoundGraph):
-    """The sums of the rows of logits, which are NaN where a logit is."""
-
-    def __init__(self, session: Any, logits: Any, device: Device, graph_id: str = "") -> None:
-        """Bind the values; see `Operators.row_sums`."""
-        super().__init__(session, device, graph_id)
-        self._sums = new_buffer("float32", (logits.shape()[0],), device)
-        self._bound.bind_ortvalue_input("logits", logits)
-        self._bound.bind_ortvalue_output("sums", self._sums)
-
-    def run(self) -> NDArray[np.float32]:
-        """Return a copy of the sums, (rows,)."""
-        with self._lock():
-            self._run()
-            return np.array(self._sums.numpy())
 
 
 class RowCopy(_BoundGraph):
@@ -527,19 +499,3 @@ def _clear_graph(*values: tuple[str, int, int]) -> Any:
         for name, element, _ in values
     ]
     return helper.make_graph(nodes, "clear", inputs, [_info(*value) for value in values], zeros)
-
-
-def _sum_graph(element: int) -> Any:
-    """Return the graph that adds up logits of a type."""
-    from onnx import helper
-
-    inputs = [helper.make_tensor_value_info("logits", element, ["rows", "vocabulary"])]
-    outputs = [helper.make_tensor_value_info("sums", _FLOAT, ["rows"])]
-    axes = helper.make_tensor("axes", _INT64, [1], [1])
-    nodes = [
-        # In FP32: a sum in FP16 could overflow to infinity, and infinities of both signs add up to
-        # NaN although no logit is NaN.
-        helper.make_node("Cast", ["logits"], ["scores"], to=_FLOAT),
-        helper.make_node("ReduceSum", ["scores", "axes"], ["sums"], keepdims=0),
-    ]
-    return helper.make_graph(nodes, "sums", inputs, outputs, [axes])
