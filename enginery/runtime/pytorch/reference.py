@@ -260,8 +260,7 @@ class TorchReference(Closeable):
         self, method: str, directory: Path, *arguments: Any, **options: Any
     ) -> dict[str, Path]:
         """Call a method that returns arrays by name; leave them in files of a new directory."""
-        with _write_errors(directory):
-            directory.mkdir(parents=True)
+        _make_directory(directory)
         files: dict[str, Path] = self._send(
             directory, lambda file: file, method, *arguments, **options
         )
@@ -356,6 +355,17 @@ def describe_side_files(
     return described
 
 
+def save_outputs(outputs: Feeds, directory: Path) -> dict[str, Path]:
+    """Write arrays to files in a new directory; return the files by name.
+
+    Raises:
+        EngineryError: an array cannot be written.
+    """
+    _make_directory(directory)
+    files: dict[str, Path] = join_arrays(save_arrays(outputs, directory), directory, lambda f: f)
+    return files
+
+
 def save_arrays(value: Any, directory: Path) -> Any:
     """Return a value as JSON data, with the numbers of its arrays, which are written to files.
 
@@ -414,10 +424,15 @@ def _take_array(file: Path) -> NDArray[Any]:
     return array
 
 
+def _make_directory(directory: Path) -> None:
+    with _write_errors(directory):
+        directory.mkdir(parents=True)
+
+
 def _write_errors(directory: Path) -> AbstractContextManager[None]:
     return os_errors_as(
         EngineryError,
-        f"PyTorch's outputs cannot be written to {directory}",
+        f"the reference's outputs cannot be written to {directory}",
         do="Set TMPDIR to a directory with more space, or validate smaller profiles.",
     )
 
