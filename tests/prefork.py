@@ -30,7 +30,7 @@ MODULES = (
     "enginery.export.worker",
     "enginery.optimize.worker",
     "enginery.runtime.tensorrt.worker",
-    "enginery.runtime.pytorch.reference",
+    "enginery.runtime.pytorch.worker",
     "tests.faults.child",
 )
 """The modules of such children."""

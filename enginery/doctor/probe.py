@@ -30,6 +30,7 @@ ONE_OP_MODEL = (
 )
 """A serialized ModelProto, because the bare install has no package `onnx`: IR version 8, opset 17,
 a node Add, input x and output y, float32 (2,)."""
+_LEFT_OUT = "ONNX Runtime left it out of the session"
 
 
 def run_probe(*arguments: str, timeout_seconds: float) -> dict[str, Any]:
@@ -58,10 +59,12 @@ def run_probe(*arguments: str, timeout_seconds: float) -> dict[str, Any]:
         raise ProviderError(f"Python could not be started: {error}") from error
     except (ValueError, IndexError):
         result = None
+    lines = process.stderr.decode(errors="replace").strip().splitlines()
+    last_line = f" ({lines[-1].strip()})" if lines else ""
     if process.returncode or not isinstance(result, dict):
-        lines = process.stderr.decode(errors="replace").strip().splitlines()
-        last_line = f" ({lines[-1].strip()})" if lines else ""
         raise ProviderError(f"the process {describe_exit(process.returncode)}{last_line}")
+    if result.get("reason") == _LEFT_OUT:  # only ONNX Runtime's log says why
+        result["reason"] += last_line
     return result
 
 
@@ -84,13 +87,9 @@ def _run_model(name: str) -> str:
     """Run the model on a provider; return what is wrong, or an empty text."""
     import numpy as np
 
-    from enginery.runtime.onnxruntime.native_log import reading_log
-
-    with reading_log() as log:
-        session = _session(name)
+    session = _session(name)
     if name not in session.get_providers():
-        why = " ".join(log.errors) or "it does not say why"
-        return f"ONNX Runtime left it out of the session: {why}"
+        return _LEFT_OUT
     (answer,) = session.run(None, {"x": np.array([1.0, 2.5], dtype=np.float32)})
     placed = {node.ep_name for node in session.get_provider_graph_assignment_info()}
     if name not in placed:

@@ -14,7 +14,7 @@ boxes are compared as well: a cosine says little about them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,9 @@ class AnswerAgreement:
             rows=self.rows,
             cosine=float(lowest.mean()),
             worst_cosine=float(min((values.min() for values in cosines), default=1.0)),
-            neighbour_agreement=_neighbour_agreement(self._vectors, self._expected),
+            neighbour_agreement=(
+                neighbour_agreement(self._vectors, self._expected) if self._vectors else None
+            ),
             argmax_agreement=float(np.mean(self._argmax)) if self._argmax else None,
             label_accuracy=label_accuracy,
             # F1 = 2 TP / (2 TP + FP + FN): the denominator is the number of boxes of both.
@@ -143,21 +145,30 @@ def _answer_rows(outputs: Outputs, feeds: Feeds, pooling: Pooling | None) -> dic
     }
 
 
-def _neighbour_agreement(vectors: _Rows, expected: _Rows) -> float | None:
-    if len(vectors) < 2:
+def neighbour_agreement(
+    vectors: Sequence[NDArray[Any]], expected: Sequence[NDArray[Any]], *, tie: float = _TIE
+) -> float | None:
+    """Return the share of rows whose nearest neighbour is the reference's, or ties with it.
+
+    Args:
+        vectors: arrays of (rows, dim).
+        expected: the same of the reference.
+        tie: similarities that are closer than this count as equal; duplicate texts are equal.
+
+    Returns:
+        0 to 1; None if there are fewer than two rows.
+    """
+    units, expected_units = (normalize(np.concatenate(rows)) for rows in (vectors, expected))
+    if len(units) < 2:
         return None
-    units, expected_units = (
-        _normalize(np.concatenate(vectors)),
-        _normalize(np.concatenate(expected)),
-    )
     similar, expected_similar = units @ units.T, expected_units @ expected_units.T
     # No text is its own neighbour.
     np.fill_diagonal(similar, -np.inf)
     np.fill_diagonal(expected_similar, -np.inf)
     # (rows,): how similar the reference finds the neighbours that the vectors choose.
     chosen = expected_similar[np.arange(len(units)), similar.argmax(axis=1)]
-    # Duplicate texts tie, and either neighbour is correct.
-    return float(np.mean(chosen >= expected_similar.max(axis=1) - _TIE))
+    # NaN is never a tie.
+    return float(np.mean(expected_similar.max(axis=1) - chosen <= tie))
 
 
 def _unpadded(row: NDArray[Any], index: int, mask: NDArray[Any] | None) -> NDArray[np.float32]:
@@ -182,6 +193,7 @@ def _cosine(mine: NDArray[np.float32], theirs: NDArray[np.float32]) -> float:
     return cosine if np.isfinite(cosine) else -1.0
 
 
-def _normalize(vectors: NDArray[np.float32]) -> NDArray[np.float64]:
+def normalize(vectors: NDArray[Any]) -> NDArray[np.float64]:
+    """Return vectors (rows, dim) of length 1; those of zeros as they are."""
     wide = vectors.astype(np.float64)
     return np.asarray(wide / np.maximum(np.linalg.norm(wide, axis=1, keepdims=True), 1e-12))

@@ -41,6 +41,8 @@ from enginery.runtime.decoder_graphs import (
     of_encoder,
     present_name,
 )
+from enginery.runtime.generation.fixed_cache import FixedCacheDecoder, FixedCacheState
+from enginery.runtime.generation.search import Candidates, Need
 from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 from enginery.validate.cases.sweep import LONGEST, ValidationCase, sweep_sizes
 from enginery.validate.compare import GraphComparison, Run
@@ -60,8 +62,6 @@ _PROMPT = 24
 _ROWS = 4
 """Prompts in a batch."""
 
-_ROOM = 64
-"""Positions of a cache of fixed size behind the prompt, for the tokens of the steps."""
 
 _ONE_BY_ONE: dict[Effort, int] = {"quick": 48, "normal": 192, "thorough": LONGEST}
 """Effort -> tokens that run one by one. Small graphs run as many as the model has positions."""
@@ -315,74 +315,43 @@ class _Decoder:
         return np.zeros(shape, spec.dtype)
 
 
-class _FixedCacheDecoder(_Decoder):
-    """The same with the graph whose cache has a fixed size. Its rows are padded on the right."""
+class _FixedCacheSteps:
+    """The same with the graph whose cache has a fixed size, as `load_model` runs it on CUDA."""
 
-    def __init__(
-        self, graphs: DecoderGraphs, runners: Mapping[str, Run], record: GraphRecord
-    ) -> None:
-        super().__init__(graphs, runners)
-        self._record = record
-        self._lengths: Array = np.zeros(0, np.int64)
-        self._positions = 0
+    def __init__(self, graphs: DecoderGraphs, decoder: FixedCacheDecoder) -> None:
+        self.graphs = graphs
+        self._decoder = decoder
+        self._state: FixedCacheState | None = None
 
     def start(self, feeds: Feeds) -> dict[str, Array]:
         """Run the encoder and the prompt."""
-        self._cache = {}
-        if self._graphs.encoder is not None:
-            self._encode(self._graphs.encoder, feeds)
         ids = feeds["input_ids"]
         mask = feeds.get("attention_mask", np.ones_like(ids)).astype(bool)
-        self._lengths = mask.sum(axis=1)
-        shifted = np.zeros_like(ids)
-        # From padding on the left, as PyTorch has it, to padding on the right.
-        for row, length in enumerate(self._lengths):
-            shifted[row, :length] = ids[row, mask[row]]
-        rows, width = ids.shape
-        positions = np.tile(np.arange(width), (rows, 1))
-        self._positions = width + _ROOM
-        return self._run_tokens(shifted, positions, self._lengths - 1, width, feeds)
+        prompts = [row[is_token].tolist() for row, is_token in zip(ids, mask, strict=True)]
+        encoder = self.graphs.encoder
+        inputs = None
+        if encoder is not None:
+            inputs = {spec.name: feeds[of_encoder(spec.name)] for spec in encoder.inputs}
+        self._state, candidates = self._decoder.begin(prompts, Need(logits=True), inputs)
+        return _last_logits(candidates)
 
     def resume(self, feeds: Feeds) -> dict[str, Array]:
         """Run the next token."""
-        ids = feeds["input_ids"]
-        positions = self._lengths[:, None]
-        self._lengths = self._lengths + 1
-        last = np.zeros(len(ids), np.int64)
-        # GroupQueryAttention takes a run whose tokens are all there are for a prompt, so the total
-        # of a step is that of the buffer.
-        return self._run_tokens(ids, positions, last, self._positions, feeds)
+        state = self._state
+        if state is None:
+            raise AssertionError("the prompt runs before the tokens behind it")
+        tokens = feeds["input_ids"][:, 0].tolist()
+        self._state, candidates = self._decoder.step(
+            state, tokens, list(range(len(tokens))), Need(logits=True)
+        )
+        return _last_logits(candidates)
 
-    def _run_tokens(
-        self, ids: Array, positions: Array, last: Array, total: int, feeds: Feeds
-    ) -> dict[str, Array]:
-        available: Feeds = {
-            **feeds,
-            "input_ids": ids,
-            "position_ids": positions,
-            "last_token": last,
-            "rows": np.arange(len(ids)),
-            "buffer_positions": np.arange(self._positions),
-            # By ONNX Runtime's definition, the number of a row's tokens minus 1.
-            "seqlens_k": self._lengths - 1,
-            "total_sequence_length": np.array([total]),
-        }
-        inputs = {
-            spec.name: self._fixed_input(spec, available).astype(spec.dtype)
-            for spec in self._record.inputs
-        }
-        outputs = self._runners[self._record.file](inputs)
-        for spec in self._record.inputs:
-            if (name := present_name(spec.name)) in outputs:
-                self._cache[spec.name] = outputs[name]
-        # The graph returns (batch, vocabulary), the decoder (batch, 1, vocabulary).
-        return {LOGITS: outputs[LOGITS][:, None]}
 
-    def _fixed_input(self, spec: TensorSpec, available: Feeds) -> Array:
-        if not is_past(spec.name) or spec.name in self._cache:
-            return self._cache[spec.name] if spec.name in self._cache else available[spec.name]
-        sizes = {"batch": len(available["input_ids"]), "buffer": self._positions}
-        return np.zeros(spec.shape(sizes), spec.dtype)
+def _last_logits(candidates: Candidates) -> dict[str, Array]:
+    """Return logits as the decoder's graph gives them: (batch, 1, vocabulary)."""
+    if candidates.logits is None:
+        raise AssertionError("logits were asked for")
+    return {LOGITS: candidates.logits[:, None]}
 
 
 def open_decoder(context: ValidationContext, file: str) -> OrtRunner:
@@ -452,7 +421,7 @@ def _find_differing(
 
 def _open_all(
     context: ValidationContext, graphs: DecoderGraphs, stack: ExitStack
-) -> dict[str, Run]:
+) -> dict[str, OrtRunner]:
     """Open the graphs of a decoder, by their files, until the stack is closed."""
     records = (graphs.first, graphs.later, *([graphs.encoder] if graphs.encoder else []))
     # The first and later steps often share a graph, which is opened once.
@@ -596,19 +565,22 @@ def _compare_decoder(
     ):
         runners = _open_all(context, graphs, stack)
         fixed, note = _fixed_graph(graphs)
+        fixed_steps: _FixedCacheSteps | None = None
         if fixed is not None:
             runners[fixed.file] = stack.enter_context(open_decoder(context, fixed.file))
+            decoder = FixedCacheDecoder(graphs, runners, pad_id=context.feed_limits.pad_token_id)
+            stack.callback(decoder.close)
+            fixed_steps = _FixedCacheSteps(graphs, decoder)
         # The outputs are those of all sequences, one after the other, step by step.
         expected = iter(comparison.reference.outputs)
         for tokens in sequences:
             steps = [(case, next(expected)) for case in tokens.cases(graphs)]
             results += _compare_steps(_Decoder(graphs, runners), steps, comparison)
-            if fixed is not None:
+            if fixed is not None and fixed_steps is not None:
                 # Its steps are the same; only what keeps the past differs.
-                decoder = _FixedCacheDecoder(graphs, runners, fixed)
                 results += [
                     replace(result, graph=fixed.file)
-                    for result in _compare_steps(decoder, steps, comparison)
+                    for result in _compare_steps(fixed_steps, steps, comparison)
                 ]
             advance()
     return Findings(cases=tuple(results), notes=(note,) if note else ())
@@ -626,7 +598,7 @@ def _fixed_graph(graphs: DecoderGraphs) -> tuple[GraphRecord | None, str]:
 
 
 def _compare_steps(
-    decoder: _Decoder,
+    decoder: _Decoder | _FixedCacheSteps,
     steps: Sequence[tuple[ValidationCase, ReferenceOutputs]],
     comparison: GraphComparison,
 ) -> list[ValidationCaseResult]:

@@ -13,6 +13,7 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.model.feeds import Feeds
 from enginery.core.model.files import has_embedding_modules
 from enginery.reports.validation import EmbeddingMetrics
+from enginery.runtime.agreement import neighbour_agreement, normalize
 from enginery.runtime.text.pooling import Pooling, read_pooling
 from enginery.validate.reference import ReferenceOutputs
 
@@ -60,10 +61,16 @@ class EmbeddingComparison:
         """
         if not self._mine:
             return None
-        mine, theirs = (_normalize(np.concatenate(side)) for side in (self._mine, self._theirs))
+        mine, theirs = (normalize(np.concatenate(side)) for side in (self._mine, self._theirs))
         cosines = np.sum(mine * theirs, axis=1)
         least = 1 - _ROUNDING if min_cosine is None else min_cosine
-        agreement = _neighbour_agreement(mine, theirs, least)
+        # Two unit vectors with cosine c are sqrt(2 - 2c) apart. If every cosine is at least
+        # `least`, a similarity between two rows changes by at most twice that, and the gap between
+        # two similarities by at most four times.
+        tie = 4 * math.sqrt(2 * max(0.0, 1 - least))
+        agreement = neighbour_agreement(self._mine, self._theirs, tie=tie)
+        # A single sentence has no neighbours that could differ.
+        agreement = 1.0 if agreement is None else agreement
         problem = ""
         # `not >=` is true for NaN.
         if min_cosine is not None and not cosines.min() >= min_cosine:
@@ -77,31 +84,3 @@ class EmbeddingComparison:
             neighbour_agreement=agreement,
             problem=problem,
         )
-
-
-def _normalize(vectors: NDArray[np.float64]) -> NDArray[np.float64]:
-    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-    return np.asarray(vectors / np.maximum(norms, 1e-12))
-
-
-def _neighbour_agreement(
-    mine: NDArray[np.float64], theirs: NDArray[np.float64], min_cosine: float
-) -> float:
-    """Return the share of rows whose nearest neighbour is the same one or ties with it, 0 to 1.
-
-    Neighbours tie if the gap between them is within rounding. Duplicate texts tie exactly.
-    """
-    if len(mine) < 2:
-        return 1.0
-    rows = np.arange(len(mine))
-    similarity, expected = mine @ mine.T, theirs @ theirs.T
-    for matrix in (similarity, expected):
-        # No sentence is its own neighbour.
-        np.fill_diagonal(matrix, -np.inf)
-    gap = expected.max(axis=1) - expected[rows, similarity.argmax(axis=1)]
-    # Two unit vectors with cosine c are sqrt(2 - 2c) apart. If every cosine is at least
-    # `min_cosine`, a similarity between two rows changes by at most twice that, and the gap between
-    # two similarities by at most four times.
-    tie = 4 * math.sqrt(2 * max(0.0, 1 - min_cosine))
-    # NaN is never a tie.
-    return float(np.mean(gap <= tie))

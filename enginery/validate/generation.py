@@ -718,7 +718,7 @@ def _compare_features(source: _Source, inputs: _Inputs, samples: Sequence[Any]) 
     for index, (name, row) in enumerate(zip(inputs.names, inputs.rows, strict=True)):
         item = _raw_item(source.artifact, inputs.what, samples[index])
         try:
-            theirs = source.model.prepare(item, source.context.scratch / f"raw-{index}")
+            theirs = source.model.prepare(item)
         except InputError as error:
             note = f"features were not compared: {error.message}"
             return Findings(cases=tuple(failed), notes=(note,))

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.accuracy import LabelMetrics, measure_accuracy
+from enginery.runtime.agreement import argmax_of_finite
 from enginery.validate.reference import ReferenceOutputs
 
 _OUTPUT = "logits"
@@ -51,5 +52,5 @@ class LabelComparison:
 def _are_right(logits: NDArray[Any], labels: Sequence[int]) -> list[bool]:
     """Return whether the best class is the label; scores that are not finite are wrong."""
     scores = logits[: len(labels)].reshape(len(labels), -1)
-    right = scores.argmax(axis=-1) == np.asarray(labels)
-    return [bool(value) for value in right & np.isfinite(scores).all(axis=-1)]
+    right: list[bool] = (argmax_of_finite(scores) == np.asarray(labels)).tolist()
+    return right

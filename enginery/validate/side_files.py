@@ -192,7 +192,6 @@ class _SideFiles:
             described.append(
                 describe_side_files(
                     directory,
-                    self.scratch / "described.json",
                     SideFileQuestion(
                         limit=length,
                         task=task if directory == self.theirs else "",

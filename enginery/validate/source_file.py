@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.closing import Closeable
-from enginery.core.errors import EngineryError, InputError, SourceError
+from enginery.core.errors import InputError, SourceError
 from enginery.core.model.feeds import Feeds
 from enginery.core.scratch import temporary_directory
 from enginery.core.trust.resource_limits import ResourceLimits, limited_call, read_sizes
@@ -56,6 +56,7 @@ from enginery.passes.ir.op_types import FLOAT
 from enginery.runtime.onnxruntime.runner import open_session
 from enginery.runtime.onnxruntime.session import tensor_spec
 from enginery.runtime.providers.selection import choose_providers
+from enginery.runtime.pytorch.reference import save_outputs
 
 DRAWS = 3
 """Number of runs whose largest error is the noise floor of FP32."""
@@ -125,17 +126,7 @@ class SourceFile(Closeable):
             shapes = ", ".join(f"{name} {array.shape}" for name, array in feeds.items())
             first = str(error).strip().partition("\n")[0]
             raise InputError(f"the source file fails on the inputs {shapes}: {first}") from error
-        files = {name: directory / f"{index}.npy" for index, name in enumerate(names)}
-        try:
-            directory.mkdir(parents=True)
-            for file, value in zip(files.values(), values, strict=True):
-                np.save(file, value, allow_pickle=False)
-        except OSError as error:
-            raise EngineryError(
-                f"outputs cannot be written to {directory}: {error.strerror or error}.",
-                do="Set TMPDIR to a directory with more space, or validate smaller profiles.",
-            ) from error
-        return files
+        return save_outputs(dict(zip(names, values, strict=True)), directory)
 
     def close(self) -> None:
         """Free the session."""

@@ -99,7 +99,7 @@ class Session:
     ("session", "reason"),
     [
         (Session(), ""),
-        (Session(providers=[CPU]), "ONNX Runtime left it out of the session: it does not say why"),
+        (Session(providers=[CPU]), "ONNX Runtime left it out of the session"),
         (Session(placed=[CPU]), "the operation ran on CPUExecutionProvider instead"),
         (Session(answer=[1.0, 2.5]), "wrong result: found [1.0, 2.5], expected [2.0, 5.0]"),
     ],

@@ -40,7 +40,7 @@ def in_this_process(monkeypatch):
     """Ask transformers here; that its child process answers the same is tested in test_stage."""
     from enginery.runtime.pytorch import side_files
 
-    def describe(directory, file, question, *, process):  # the way back from another process
+    def describe(directory, question, *, process):  # the way back from another process
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             asked = dataclasses.asdict(question)

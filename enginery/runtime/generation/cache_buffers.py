@@ -37,7 +37,6 @@ from enginery.runtime.generation.operators import (
     BestTokens,
     Operators,
     RowCopy,
-    RowSums,
     Values,
     ortvalue,
 )
@@ -174,7 +173,6 @@ class CacheBuffers:
     steps: tuple[BoundRun, BoundRun] = field(init=False)
     """The first reads the first turn and writes the second."""
     _prompts: dict[int, Prompt] = field(init=False, default_factory=dict)
-    _sums: RowSums | None = field(init=False, default=None)
     _best: dict[int, BestTokens] = field(init=False, default_factory=dict)
     _copies: dict[bool, RowCopy] = field(init=False, default_factory=dict)
 
@@ -267,9 +265,9 @@ class CacheBuffers:
 
     def undefined(self, operators: Operators) -> NDArray[np.bool_]:
         """Return whether a logit of the last run is NaN, for each row."""
-        if self._sums is None:
-            self._sums = operators.row_sums(self.logits)
-        return np.isnan(self._sums.run())
+        # Log-probabilities are NaN then, all of a row.
+        log_probs, _ = self.best(operators, 1)
+        return np.isnan(log_probs[:, 0])
 
     def _new(self, specs: Iterable[TensorSpec]) -> Values:
         return {

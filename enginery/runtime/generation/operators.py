@@ -25,8 +25,8 @@ from enginery.core.extras import require_packages
 from enginery.runtime.onnxruntime.binding import run_options
 from enginery.runtime.onnxruntime.capture_lock import CAPTURE_LOCK
 from enginery.runtime.onnxruntime.device_values import ELEMENTS, Device, dtype_of, new_buffer
-from enginery.runtime.onnxruntime.native_log import silence_default_logger
 from enginery.runtime.onnxruntime.runner import run_values
+from enginery.runtime.onnxruntime.session import silence_warnings
 from enginery.runtime.providers.known import CPU, CUDA
 from enginery.runtime.providers.specification import CUDA_GRAPH_OPTIONS
 
@@ -138,17 +138,6 @@ class Operators:
         with self._device_work():
             return BestTokens(session, logits, count, self._device, graph_id)
 
-    def row_sums(self, logits: Any) -> RowSums:
-        """Return a bound graph that adds up the logits in a buffer.
-
-        Args:
-            logits: (rows, vocabulary).
-        """
-        element = ELEMENTS[dtype_of(logits)]
-        session, graph_id = self._repeated(_sum_graph, element, records=True)
-        with self._device_work():
-            return RowSums(session, logits, self._device, graph_id)
-
     def _repeated(
         self, make: Callable[..., Any], *arguments: Any, records: bool
     ) -> tuple[Any, str]:
@@ -214,7 +203,7 @@ class Operators:
             if records:
                 option, value = CUDA_GRAPH_OPTIONS[CUDA]
                 provider[1][option] = value
-            silence_default_logger()  # it warns for each session that CUDA is not a plugin
+            silence_warnings()
         with self._device_work():
             return ort.InferenceSession(
                 model.SerializeToString(), options, providers=[provider], enable_fallback=0
@@ -274,23 +263,6 @@ class BestTokens(_BoundGraph):
             self._run()
             log_probs, tokens = (value.numpy() for value in self._best)
         return np.array(log_probs), np.array(tokens)
-
-
-class RowSums(_BoundGraph):
-    """The sums of the rows of logits, which are NaN where a logit is."""
-
-    def __init__(self, session: Any, logits: Any, device: Device, graph_id: str = "") -> None:
-        """Bind the values; see `Operators.row_sums`."""
-        super().__init__(session, device, graph_id)
-        self._sums = new_buffer("float32", (logits.shape()[0],), device)
-        self._bound.bind_ortvalue_input("logits", logits)
-        self._bound.bind_ortvalue_output("sums", self._sums)
-
-    def run(self) -> NDArray[np.float32]:
-        """Return a copy of the sums, (rows,)."""
-        with self._lock():
-            self._run()
-            return np.array(self._sums.numpy())
 
 
 class RowCopy(_BoundGraph):
@@ -527,19 +499,3 @@ def _clear_graph(*values: tuple[str, int, int]) -> Any:
         for name, element, _ in values
     ]
     return helper.make_graph(nodes, "clear", inputs, [_info(*value) for value in values], zeros)
-
-
-def _sum_graph(element: int) -> Any:
-    """Return the graph that adds up logits of a type."""
-    from onnx import helper
-
-    inputs = [helper.make_tensor_value_info("logits", element, ["rows", "vocabulary"])]
-    outputs = [helper.make_tensor_value_info("sums", _FLOAT, ["rows"])]
-    axes = helper.make_tensor("axes", _INT64, [1], [1])
-    nodes = [
-        # In FP32: a sum in FP16 could overflow to infinity, and infinities of both signs add up to
-        # NaN although no logit is NaN.
-        helper.make_node("Cast", ["logits"], ["scores"], to=_FLOAT),
-        helper.make_node("ReduceSum", ["scores", "axes"], ["sums"], keepdims=0),
-    ]
-    return helper.make_graph(nodes, "sums", inputs, outputs, [axes])

@@ -8,7 +8,6 @@ ONNX Runtime's own silent fallback to the CPU is off.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,27 @@ from enginery.core.trust.graph_limits import check_allocations
 from enginery.core.trust.resource_limits import ResourceLimits, limited_call, read_sizes
 from enginery.runtime.machine import read_cpuinfo
 from enginery.runtime.onnxruntime.capture_lock import CAPTURE_LOCK
-from enginery.runtime.onnxruntime.native_log import NativeLog, reading_log, tell_once
 from enginery.runtime.providers.availability import register_plugin
 from enginery.runtime.providers.known import CPU, CUDA, TENSORRT_RTX, short_name
 from enginery.runtime.providers.selection import Provider
 
 _EXACT_INT8 = "session.x64quantprecision"
 _VNNI = {"avx512_vnni", "avx_vnni"}
+
+
+_ERROR = 3
+"""A severity of `onnxruntime.set_default_logger_severity`."""
+
+
+def silence_warnings() -> None:
+    """Leave only errors of the logger that all sessions of the process share.
+
+    Under CUDA it warns for each session that CUDA is not a plugin, and for each convolution at each
+    size that cuDNN runs in its fallback mode.
+    """
+    import onnxruntime as ort
+
+    ort.set_default_logger_severity(_ERROR)
 
 
 def use_exact_int8(options: Any) -> None:
@@ -75,18 +88,16 @@ def new_session(
             devices = register_plugin(provider.name)
             options.add_provider_for_devices(devices, dict(provider.options))
             requested = None
-    # The CPU logs nothing, and TensorRT may build engines for minutes.
-    reading = reading_log() if providers[0].name == CUDA else nullcontext(NativeLog())
+    if providers[0].name == CUDA:
+        silence_warnings()
     try:
         with (
-            reading as log,
             CAPTURE_LOCK.running(),  # a GPU's session allocates memory
             limited_call(path, lambda: _loading_limits(path, providers[0])),
         ):
             session = _opened(path, options, requested)
     except Exception as error:
         raise ProviderError(f"{path} cannot be loaded by ONNX Runtime: {error}") from error
-    tell_once(log)
     session.disable_fallback()  # run() has its own fallback
     registered = session.get_providers()
     for provider in providers:
@@ -96,10 +107,8 @@ def new_session(
             raise ProviderError(
                 f"{provider.name} was requested but did not register; "
                 f"the session has {', '.join(registered)}.",
-                do=f"{' '.join(log.errors) or 'ONNX Runtime does not say why.'} "
-                f"Check its options: {chosen}"
-                if chosen
-                else " ".join([*log.errors, "Run: enginery doctor"]),
+                do="ONNX Runtime's log on standard error says why. "
+                + (f"Check its options: {chosen}" if chosen else "Run: enginery doctor"),
             )
     return session
 

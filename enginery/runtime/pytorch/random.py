@@ -11,7 +11,9 @@ A graph in ONNX draws from other generators. With PyTorch's numbers as its input
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch.overrides import TorchFunctionMode
 
+from enginery.core.errors import EngineryError, os_errors_as
 from enginery.core.model.random_numbers import random_input
 
 _SEED = 0
@@ -42,6 +45,26 @@ class RandomNumbers(TorchFunctionMode):  # type: ignore[misc]  # torch is not ty
         self._count = 0
         if not self._replays:
             torch.manual_seed(_SEED)
+
+    @classmethod
+    @contextmanager
+    def of(cls, file: Path) -> Iterator[None]:
+        """Replay the numbers of a file in the block; without the file, record and write them.
+
+        Raises:
+            EngineryError: the file cannot be written.
+        """
+        if file.exists():
+            with np.load(file, allow_pickle=False) as stored:
+                given = {name: stored[name] for name in stored.files}
+            with cls(given):
+                yield
+            return
+        numbers = cls()
+        with numbers:
+            yield
+        with os_errors_as(EngineryError, "random numbers cannot be written"):
+            np.savez(file, allow_pickle=False, **numbers.arrays)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

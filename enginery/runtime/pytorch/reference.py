@@ -4,43 +4,46 @@
         files = reference(feeds, scratch / "case-0")
     np.load(files["logits"])
 
-Weights are read there, too, because unpickling them is left to the confined process:
+The child, `worker.py`, holds a `TorchRunner`, whose methods are called by their names. Arrays pass
+through files, because the outputs of a large profile take gigabytes. Weights are read in the child,
+too, because unpickling them is left to the confined process:
 
-    reference.weights(scratch).weights["encoder.layer.0.output.dense.bias"].shape
+    reference.weights().weights["encoder.layer.0.output.dense.bias"].shape
 
-Outputs are returned as files, because those of a large profile take gigabytes. Importing PyTorch,
-transformers and Optimum takes seconds, so a process is kept for a while for the next model.
+Importing PyTorch, transformers and Optimum takes seconds, so a process is kept for a while for the
+next model.
 """
 
 from __future__ import annotations
 
 import atexit
-import json
+import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict, dataclass, field, is_dataclass
+from itertools import count
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.artifact.manifest import Manifest
 from enginery.core.closing import Closeable
-from enginery.core.errors import ArtifactError, EngineryError, ExportError, InputError
+from enginery.core.errors import ArtifactError, EngineryError, ExportError, InputError, os_errors_as
 from enginery.core.model.source import ModelSource
-from enginery.core.subprocess import WorkerProcess, WorkerResult, peak_rss_bytes, serve_requests
-from enginery.core.trust.confinement import stay_offline
+from enginery.core.scratch import temporary_directory
+from enginery.core.subprocess import WorkerProcess, WorkerResult
 from enginery.core.trust.resource_limits import ResourceLimits
 
 _IDLE_SECONDS = 30.0
 _LARGE_BYTES = 2 << 30
 """Peak memory above which a process is not kept, because it may not return all of it."""
 
-_ANSWERS = "answers.npz"
-
+_ARRAY = "__array__"
+"""Key of what stands for an array in JSON: its number, which is the name of its file."""
 _SAMPLES = 256
 """Elements of a weight that `TorchWeight.sample` holds."""
 
@@ -141,17 +144,22 @@ class TorchReference(Closeable):
         self._limits = ResourceLimits.of_checkpoint(
             file_bytes=sum(file.stat().st_size for file in files if file.is_file())
         )
-        self._worker: WorkerProcess | None = _take_worker(process)
-        self.notes: list[str] = self._request(
-            "load",
-            path=str(source.path),
-            pickled=source.pickled,
-            manifest=manifest.model_dump(mode="json"),
-            graph=graph,
-            precision=precision,
-            vocoder=str(vocoder) if vocoder else "",
-            trust_remote_code=process.trust_remote_code,
-        )["notes"]
+        self._worker: WorkerProcess | None = None
+        self._held = ExitStack()
+        with ExitStack() as stack:
+            self._scratch = stack.enter_context(temporary_directory("pytorch"))
+            self._worker = _take_worker(process)
+            self.notes: list[str] = self._request(
+                "load",
+                path=str(source.path),
+                pickled=source.pickled,
+                manifest=manifest.model_dump(mode="json"),
+                graph=graph,
+                precision=precision,
+                vocoder=str(vocoder) if vocoder else "",
+                trust_remote_code=process.trust_remote_code,
+            )["notes"]
+            self._held = stack.pop_all()
 
     def __call__(
         self,
@@ -161,7 +169,7 @@ class TorchReference(Closeable):
         decode: Literal["", "start", "resume"] = "",
         random: Path | None = None,
     ) -> dict[str, Path]:
-        """Run the model on the feeds of the graph.
+        """Run the model on the feeds of the graph; see `TorchRunner`.
 
         Args:
             feeds: arrays by the graph's names.
@@ -179,150 +187,59 @@ class TorchReference(Closeable):
             UntrustedModelError: the model attempted an operation that no model needs.
             EngineryError: the outputs cannot be written to the directory.
         """
-        return self._run(
-            "run", feeds, directory, decode=decode, random=str(random) if random else ""
-        )
+        if decode:
+            return self._files("decode", directory, feeds, resume=decode == "resume")
+        return self._files("run", directory, feeds, random=str(random) if random else "")
 
     def generate(
         self, feeds: Feeds, directory: Path, options: Mapping[str, Any]
     ) -> dict[str, Path]:
-        """Run the model's own `generate` on one input; see `TorchRunner.generate`.
+        """Run the model's own `generate`; see `TorchRunner.generate`, and `__call__` for files."""
+        return self._files("generate", directory, feeds, dict(options))
 
-        Args:
-            feeds: the inputs of a batch of one.
-            directory: where to write the outputs; it must not exist.
-            options: options in place of those of the model's files.
+    def answers(self, kind: str, items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return the fields of a `RawAnswer` for each input; see `TorchRunner.answers`."""
+        answers: list[dict[str, Any]] = self._call("answers", kind, items)
+        return answers
 
-        Returns:
-            An `.npy` file for each of `tokens`, `scores` and `score` that there is.
-
-        Raises:
-            InputError: PyTorch rejects the feeds or the options.
-            UntrustedModelError: the model attempted an operation that no model needs.
-            EngineryError: the outputs cannot be written to the directory.
-        """
-        return self._run("generate", feeds, directory, options=dict(options))
-
-    def answers(
-        self, kind: str, items: Sequence[Mapping[str, Any]], directory: Path
-    ) -> list[dict[str, Any]]:
-        """Answer raw inputs as transformers does; see `TorchAnswers`.
-
-        Args:
-            kind: the task's verb, or `tensors` for the model's outputs.
-            items: the inputs; arrays among their values pass through a file.
-            directory: where to write the arrays of the answers; it must not exist.
-
-        Returns:
-            The fields of a `RawAnswer` for each input, with its `arrays` read.
-
-        Raises:
-            InputError: transformers cannot load the tokenizer or a processor, or nothing answers
-                such inputs.
-            UntrustedModelError: the model attempted an operation that no model needs.
-            EngineryError: the arrays cannot be written.
-        """
-        plain = [
-            {name: value for name, value in item.items() if not isinstance(value, np.ndarray)}
-            for item in items
-        ]
-        arrays = {
-            f"{index}:{name}": value
-            for index, item in enumerate(items)
-            for name, value in item.items()
-            if isinstance(value, np.ndarray)
-        }
-        file = self._write_feeds(directory, arrays)
-        answer = self._request(
-            "answers", kind=kind, items=plain, feeds=str(file), directory=str(directory)
-        )
-        file.unlink()
-        results: list[dict[str, Any]] = answer["answers"]
-        with np.load(directory / _ANSWERS, allow_pickle=False) as stored:
-            for index, result in enumerate(results):
-                result["arrays"] = {name: stored[f"{index}:{name}"] for name in result.pop("names")}
-        return results
-
-    def prepare(self, item: Mapping[str, Any], directory: Path) -> dict[str, NDArray[Any]]:
-        """Return what the model's own tokenizer or processor makes of a raw input, by name.
-
-        Raises:
-            InputError: transformers cannot load it, or it rejects the input.
-            UntrustedModelError: the model attempted an operation that no model needs.
-            EngineryError: the arrays cannot be written.
-        """
-        arrays = {name: value for name, value in item.items() if isinstance(value, np.ndarray)}
-        plain = {name: value for name, value in item.items() if name not in arrays}
-        files = self._run("prepare", arrays, directory, item=plain)
-        return {name: np.load(file, allow_pickle=False) for name, file in files.items()}
+    def prepare(self, item: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+        """Prepare a raw input with the model's own files; see `TorchRunner.prepare`."""
+        arrays: dict[str, NDArray[Any]] = self._call("prepare", item)
+        return arrays
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of texts by the model's own tokenizer in transformers.
-
-        Raises:
-            InputError: transformers cannot load the tokenizer, or it cannot encode a text.
-            UntrustedModelError: the tokenizer attempted an operation that none needs.
-        """
-        ids: list[list[int]] = self._request("tokenize", texts=list(texts))["ids"]
+        """Return the tokens of texts; see `TorchRunner.tokenize`."""
+        ids: list[list[int]] = self._call("tokenize", texts)
         return ids
 
     def decode_tokens(self, tokens: Sequence[Sequence[int]]) -> list[str]:
-        """Return the texts of tokens by the model's own tokenizer, without special tokens.
-
-        Raises:
-            InputError: transformers cannot load the tokenizer, or it cannot decode a token.
-            UntrustedModelError: the tokenizer attempted an operation that none needs.
-        """
-        texts: list[str] = self._request("decode_tokens", tokens=[list(t) for t in tokens])["texts"]
+        """Return the texts of tokens; see `TorchRunner.decode_tokens`."""
+        texts: list[str] = self._call("decode_tokens", tokens)
         return texts
 
     def generation_config(self) -> dict[str, Any]:
-        """Return the options that the model's `generate` has without any arguments.
-
-        Raises:
-            InputError: the model's class does not generate.
-        """
-        options: dict[str, Any] = self._request("generation_config")["options"]
+        """Return the defaults of `generate`; see `TorchRunner.generation_config`."""
+        options: dict[str, Any] = self._call("generation_config")
         return options
 
-    def weights(self, directory: Path) -> TorchWeights:
-        """Describe every parameter and buffer; samples pass through a file in `directory`.
-
-        Raises:
-            EngineryError: the file cannot be written.
-        """
-        file = directory / "samples.npz"
-        answer = self._request("list_weights", file=str(file))
-        with np.load(file, allow_pickle=False) as stored:
-            samples = [stored[str(index)] for index in range(len(answer["weights"]))]
-        file.unlink()
+    def weights(self) -> TorchWeights:
+        """Describe every parameter and buffer; see `TorchRunner.weights`."""
+        values: dict[str, Any] = self._call("weights")
+        sets = {name: frozenset(values[name]) for name in ("linear", "inputs_first", "stored")}
         weights = {
-            name: TorchWeight(name, tuple(shape), sample)
-            for (name, shape), sample in zip(answer["weights"], samples, strict=True)
+            name: TorchWeight(name, tuple(weight["shape"]), weight["sample"])
+            for name, weight in values["weights"].items()
         }
-        return TorchWeights(
-            weights,
-            frozenset(answer["linear"]),
-            answer["batch_norms"],
-            stored=frozenset(answer["stored"]),
-            unused=answer["unused"],
-            lost=tuple(answer["lost"]),
-        )
+        return TorchWeights(**{**values, **sets, "weights": weights, "lost": tuple(values["lost"])})
 
-    def weight(self, name: str, directory: Path) -> NDArray[Any]:
-        """Return all elements of a weight, through a file in `directory`.
-
-        Raises:
-            EngineryError: the file cannot be written.
-        """
-        file = directory / "weight.npy"
-        self._request("write_weight", name=name, file=str(file))
-        array: NDArray[Any] = np.load(file, allow_pickle=False)
-        file.unlink()
+    def weight(self, name: str) -> NDArray[Any]:
+        """Return all elements of a weight."""
+        array: NDArray[Any] = self._call("weight", name)
         return array
 
     def close(self) -> None:
         """Free the model; keep the process for the next one, or end it."""
+        self._held.close()
         worker, self._worker = self._worker, None
         if worker is None:
             return
@@ -339,24 +256,42 @@ class TorchReference(Closeable):
         else:
             _keep_worker(worker, self._process)
 
-    def _run(self, does: str, feeds: Feeds, directory: Path, **values: Any) -> dict[str, Path]:
-        """Send feeds through a file, and return the files of the outputs."""
-        file = self._write_feeds(directory, feeds)
-        answer = self._request(does, feeds=str(file), directory=str(directory), **values)
-        file.unlink()
-        self.notes = answer["notes"]
-        return {name: directory / file for name, file in answer["files"].items()}
+    def _files(
+        self, method: str, directory: Path, *arguments: Any, **options: Any
+    ) -> dict[str, Path]:
+        """Call a method that returns arrays by name; leave them in files of a new directory."""
+        _make_directory(directory)
+        files: dict[str, Path] = self._send(
+            directory, lambda file: file, method, *arguments, **options
+        )
+        return files
 
-    def _write_feeds(self, directory: Path, feeds: Feeds) -> Path:
-        """Write arrays to a file in a new directory."""
-        file = directory / "feeds.npz"
-        try:
-            directory.mkdir(parents=True)
-            with file.open("wb") as stream:
-                np.savez(stream, allow_pickle=False, **feeds)
-        except OSError as error:
-            raise _write_error(directory, error) from error
-        return file
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the child's `TorchRunner`, and return its result.
+
+        Raises:
+            InputError: PyTorch or transformers rejects the arguments; see the method.
+            UntrustedModelError: the model attempted an operation that no model needs.
+            EngineryError: arrays cannot be written.
+        """
+        return self._send(self._scratch, _take_array, method, *arguments)
+
+    def _send(
+        self,
+        directory: Path,
+        read: Callable[[Path], Any],
+        method: str,
+        *arguments: Any,
+        **options: Any,
+    ) -> Any:
+        """Call a method; its arrays and those of the result pass through files in a directory."""
+        request = save_arrays(arguments, directory / "arguments")
+        answer = self._request(
+            "call", method=method, arguments=request, options=options, directory=str(directory)
+        )
+        shutil.rmtree(directory / "arguments")
+        self.notes = answer["notes"]
+        return join_arrays(answer["result"], directory, read)
 
     def _request(self, does: str, **values: Any) -> WorkerResult:
         if self._worker is None:
@@ -392,44 +327,114 @@ class SideFileQuestion:
 
 
 def describe_side_files(
-    directory: Path,
-    file: Path,
-    question: SideFileQuestion,
-    *,
-    process: TorchProcess = CONFINED,
+    directory: Path, question: SideFileQuestion, *, process: TorchProcess = CONFINED
 ) -> dict[str, Any]:
     """Return what transformers reads from a directory; see `runtime/pytorch/side_files.py`.
 
     Args:
         directory: the directory of a model, or of files of an artifact.
-        file: a file to pass the answer through, which may take megabytes.
         question: what is asked.
         process: how the process that answers is started.
 
     Raises:
         UntrustedModelError: the files require permissions that were not granted.
-        EngineryError: the file cannot be written.
     """
     worker = _take_worker(process)
     try:
-        worker.request(
+        described: dict[str, Any] = worker.request(
             "describe_side_files",
             limits=ResourceLimits.of_checkpoint(file_bytes=0),
             path=str(directory),
-            file=str(file),
-            limit=question.limit,
-            task=question.task,
-            keys=list(question.keys),
-            processor=question.processor,
+            question=asdict(question),
             trust_remote_code=process.trust_remote_code,
         )
     except BaseException:
         worker.close()
         raise
     _keep_worker(worker, process)
-    described: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    file.unlink()
     return described
+
+
+def save_outputs(outputs: Feeds, directory: Path) -> dict[str, Path]:
+    """Write arrays to files in a new directory; return the files by name.
+
+    Raises:
+        EngineryError: an array cannot be written.
+    """
+    _make_directory(directory)
+    files: dict[str, Path] = join_arrays(save_arrays(outputs, directory), directory, lambda f: f)
+    return files
+
+
+def save_arrays(value: Any, directory: Path) -> Any:
+    """Return a value as JSON data, with the numbers of its arrays, which are written to files.
+
+    Args:
+        value: arrays, dataclasses and what JSON has.
+        directory: where to write the arrays; it is made if it does not exist.
+
+    Raises:
+        EngineryError: an array cannot be written.
+    """
+    with _write_errors(directory):
+        directory.mkdir(exist_ok=True)
+        return _split_arrays(value, directory, count())
+
+
+def _split_arrays(value: Any, directory: Path, numbers: count[int]) -> Any:
+    if isinstance(value, np.ndarray | np.generic):
+        number = next(numbers)
+        np.save(_array_file(directory, number), value, allow_pickle=False)
+        return {_ARRAY: number}
+    if is_dataclass(value):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        return {name: _split_arrays(item, directory, numbers) for name, item in value.items()}
+    if isinstance(value, list | tuple | frozenset):
+        return [_split_arrays(item, directory, numbers) for item in value]
+    return value
+
+
+def join_arrays(value: Any, directory: Path, read: Callable[[Path], Any]) -> Any:
+    """Return JSON data of `save_arrays` with what `read` returns for the file of each array."""
+    if isinstance(value, list):
+        return [join_arrays(item, directory, read) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {_ARRAY}:
+        return read(_array_file(directory, value[_ARRAY]))
+    return {name: join_arrays(item, directory, read) for name, item in value.items()}
+
+
+def _array_file(directory: Path, number: int) -> Path:
+    # The number may come from a child that a model has taken over.
+    return directory / f"{int(number)}.npy"
+
+
+def load_array(file: Path) -> NDArray[Any]:
+    """Return the array of a file."""
+    array: NDArray[Any] = np.load(file, allow_pickle=False)
+    return array
+
+
+def _take_array(file: Path) -> NDArray[Any]:
+    """Return the array of a file, which is removed."""
+    array = load_array(file)
+    file.unlink()
+    return array
+
+
+def _make_directory(directory: Path) -> None:
+    with _write_errors(directory):
+        directory.mkdir(parents=True)
+
+
+def _write_errors(directory: Path) -> AbstractContextManager[None]:
+    return os_errors_as(
+        EngineryError,
+        f"the reference's outputs cannot be written to {directory}",
+        do="Set TMPDIR to a directory with more space, or validate smaller profiles.",
+    )
 
 
 _idle: list[tuple[WorkerProcess, TorchProcess]] = []
@@ -446,7 +451,7 @@ def _take_worker(process: TorchProcess) -> WorkerProcess:
                     return worker
                 worker.close()
     return WorkerProcess(
-        "enginery.runtime.pytorch.reference",
+        "enginery.runtime.pytorch.worker",
         description="PyTorch",
         error=ExportError,
         environment={"TOKENIZERS_PARALLELISM": "false"},
@@ -480,195 +485,3 @@ def _end_worker(worker: WorkerProcess) -> None:
 def _end_all_workers() -> None:
     for worker, _ in _idle.copy():
         _end_worker(worker)
-
-
-def _write_error(directory: Path, error: OSError) -> EngineryError:
-    return EngineryError(
-        f"PyTorch's outputs cannot be written to {directory}: {error.strerror or error}.",
-        do="Set TMPDIR to a directory with more space, or validate smaller profiles.",
-    )
-
-
-class _Child:
-    """The child process's side, which holds one model at a time."""
-
-    def __init__(self) -> None:
-        self._held = ExitStack()
-        self._runner: Any = None
-        self._confinement: Any = None
-        self._weights: dict[str, NDArray[Any]] = {}
-
-    def answer(self, request: WorkerResult) -> WorkerResult:
-        does = {
-            "load": self.load,
-            "run": self.run,
-            "generate": self.run,
-            "answers": self.answers,
-            "prepare": self.run,
-            "tokenize": self.tokenize,
-            "decode_tokens": self.decode_tokens,
-            "generation_config": self.generation_config,
-            "list_weights": self.list_weights,
-            "write_weight": self.write_weight,
-            "describe_side_files": self.describe_side_files,
-            "unload": self.unload,
-        }
-        return does[request["do"]](request)
-
-    def load(self, request: WorkerResult) -> WorkerResult:
-        if not request["trust_remote_code"]:
-            stay_offline()
-        from enginery.runtime.pytorch.runner import TorchOptions, TorchRunner, guarded
-
-        manifest = Manifest.model_validate(request["manifest"])
-        path, trust = Path(request["path"]), request["trust_remote_code"]
-        vocoder = Path(request["vocoder"]) if request["vocoder"] else None
-        read = [path, vocoder] if vocoder else [path]
-        with ExitStack() as stack:
-            self._confinement = stack.enter_context(guarded(*read, trust_remote_code=trust))
-            self._runner = stack.enter_context(
-                TorchRunner(
-                    ModelSource(path, manifest.source, pickled=request["pickled"]),
-                    manifest,
-                    TorchOptions(precision=request["precision"], trust_remote_code=trust),
-                    graph=request["graph"],
-                    vocoder=vocoder,
-                )
-            )
-            self._require_harmless()
-            # Only a model that is loaded stays open; any error above closes what was opened.
-            self._held = stack.pop_all()
-        return {"notes": self._runner.notes}
-
-    def run(self, request: WorkerResult) -> WorkerResult:
-        with np.load(request["feeds"], allow_pickle=False) as stored:
-            feeds = {name: stored[name] for name in stored.files}
-        if request["do"] == "generate":
-            outputs = self._runner.generate(feeds, request["options"])
-        elif request["do"] == "prepare":
-            outputs = self._runner.prepare({**request["item"], **feeds})
-        elif request["decode"]:
-            outputs = self._runner.decode(feeds, resume=request["decode"] == "resume")
-        elif request["random"]:
-            outputs = self._run_random(feeds, Path(request["random"]))
-        else:
-            outputs = self._runner(feeds)
-        self._require_harmless()
-        files = {}
-        try:
-            for index, (name, array) in enumerate(outputs.items()):
-                files[name] = f"{index}.npy"
-                np.save(Path(request["directory"], files[name]), array, allow_pickle=False)
-        except OSError as error:
-            raise _write_error(Path(request["directory"]), error) from error
-        return {"files": files, "notes": self._runner.notes}
-
-    def _run_random(self, feeds: Feeds, file: Path) -> dict[str, NDArray[Any]]:
-        """Run the model; write the random numbers that it draws, or give it those of the file."""
-        from enginery.runtime.pytorch.random import RandomNumbers
-
-        if file.exists():
-            with np.load(file, allow_pickle=False) as stored:
-                given = {name: stored[name] for name in stored.files}
-            outputs: dict[str, NDArray[Any]] = self._runner(feeds, RandomNumbers(given))
-            return outputs
-        numbers = RandomNumbers()
-        outputs = self._runner(feeds, numbers)
-        arrays = numbers.arrays
-        self._write(str(file), lambda stream: np.savez(stream, allow_pickle=False, **arrays))
-        return outputs
-
-    def answers(self, request: WorkerResult) -> WorkerResult:
-        items: list[dict[str, Any]] = request["items"]
-        with np.load(request["feeds"], allow_pickle=False) as stored:
-            for key in stored.files:
-                index, _, name = key.partition(":")
-                items[int(index)][name] = stored[key]
-        answers = self._runner.answers(request["kind"], items)
-        self._require_harmless()
-        arrays = {
-            f"{index}:{name}": array
-            for index, answer in enumerate(answers)
-            for name, array in answer.arrays.items()
-        }
-        file = str(Path(request["directory"], _ANSWERS))
-        self._write(file, lambda stream: np.savez(stream, allow_pickle=False, **arrays))
-        return {"answers": [{**vars(a), "arrays": None, "names": list(a.arrays)} for a in answers]}
-
-    def tokenize(self, request: WorkerResult) -> WorkerResult:
-        ids = self._runner.tokenize(request["texts"])
-        self._require_harmless()
-        return {"ids": ids}
-
-    def decode_tokens(self, request: WorkerResult) -> WorkerResult:
-        texts = self._runner.decode_tokens(request["tokens"])
-        self._require_harmless()
-        return {"texts": texts}
-
-    def generation_config(self, request: WorkerResult) -> WorkerResult:  # noqa: ARG002
-        return {"options": self._runner.generation_config()}
-
-    def list_weights(self, request: WorkerResult) -> WorkerResult:
-        self._weights = self._runner.weights()
-        self._require_harmless()
-        samples = {
-            str(index): array[sample_positions(array.shape)]
-            for index, array in enumerate(self._weights.values())
-        }
-        self._write(request["file"], lambda stream: np.savez(stream, allow_pickle=False, **samples))
-        return {
-            "weights": [(name, array.shape) for name, array in self._weights.items()],
-            **self._runner.checkpoint(),
-            "linear": self._runner.linear_modules(),
-            "batch_norms": self._runner.batch_norms(),
-        }
-
-    def write_weight(self, request: WorkerResult) -> WorkerResult:
-        array = self._weights[request["name"]]
-        self._write(request["file"], lambda stream: np.save(stream, array, allow_pickle=False))
-        return {"file": request["file"]}
-
-    def describe_side_files(self, request: WorkerResult) -> WorkerResult:
-        trust = request["trust_remote_code"]
-        if not trust:
-            stay_offline()
-        from enginery.runtime.pytorch.runner import guarded
-        from enginery.runtime.pytorch.side_files import describe_side_files
-
-        path = Path(request["path"])
-        with guarded(path, trust_remote_code=trust) as confinement:
-            described = describe_side_files(
-                path,
-                limit=request["limit"],
-                task=request["task"],
-                keys=request["keys"],
-                processor=request["processor"],
-                trust_remote_code=trust,
-            )
-            if confinement is not None and confinement.blocked:
-                raise confinement.error()
-        text = json.dumps(described).encode()
-        self._write(request["file"], lambda stream: stream.write(text))
-        return {"file": request["file"]}
-
-    def unload(self, request: WorkerResult) -> WorkerResult:  # noqa: ARG002
-        self._runner = self._confinement = None
-        self._weights = {}
-        self._held.close()
-        return {"peak_rss_bytes": peak_rss_bytes()}
-
-    def _write(self, file: str, write: Callable[[BinaryIO], object]) -> None:
-        try:
-            with Path(file).open("wb") as stream:
-                write(stream)
-        except OSError as error:
-            raise _write_error(Path(file).parent, error) from error
-
-    def _require_harmless(self) -> None:
-        """Raise UntrustedModelError for a blocked operation even if the model caught the error."""
-        if self._confinement is not None and self._confinement.blocked:
-            raise self._confinement.error()
-
-
-if __name__ == "__main__":
-    serve_requests(_Child().answer)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -60,6 +60,7 @@ from enginery.runtime.pytorch.classes import class_for_task, feature_class
 from enginery.runtime.pytorch.config import load_config
 from enginery.runtime.pytorch.decoder import TorchDecoder
 from enginery.runtime.pytorch.random import RandomNumbers
+from enginery.runtime.pytorch.reference import TorchWeight, TorchWeights, sample_positions
 from enginery.runtime.pytorch.segmenter import (
     IMAGE_ENCODER,
     PROMPT_DECODER,
@@ -80,6 +81,7 @@ of a step takes longer than to do it."""
 
 Feeds = Mapping[str, NDArray[Any]]
 Outputs = dict[str, NDArray[Any]]
+_Answer = TypeVar("_Answer")
 _RunModel = Callable[[dict[str, Any]], dict[str, Any]]
 """Tensors in, tensors out, both by the graph's names."""
 
@@ -302,21 +304,27 @@ class TorchRunner(Closeable):
         changes = self._state.describe() if self._state else ""
         return [*self._notes, changes] if changes else self._notes
 
-    def __call__(self, feeds: Feeds, random: RandomNumbers | None = None) -> Outputs:
+    def __call__(self, feeds: Feeds) -> Outputs:
+        """Run the model on the feeds of the graph; see `run`."""
+        return self.run(feeds)
+
+    def run(self, feeds: Feeds, *, random: str = "") -> Outputs:
         """Run the model on the feeds of the graph.
 
         Args:
             feeds: arrays by the graph's names.
-            random: records or replays the random numbers that the model draws.
+            random: an `.npz` file of the random numbers that the model draws: it is written, or if
+                it exists, the model gets the numbers in it. Empty for numbers that nobody needs.
 
         Returns:
             Outputs by the graph's names, as float32 or wider, because numpy has no bfloat16.
 
         Raises:
             InputError: PyTorch itself rejects the feeds.
+            EngineryError: the file cannot be written.
         """
         self._state.restore()
-        with random or nullcontext():
+        with RandomNumbers.of(Path(random)) if random else nullcontext():
             return self._call(self._run, feeds)
 
     def decode(self, feeds: Feeds, *, resume: bool) -> Outputs:
@@ -387,11 +395,7 @@ class TorchRunner(Closeable):
         Raises:
             InputError: transformers cannot load it, or it rejects the input.
         """
-        try:
-            with _quiet():
-                tensors = self._answers.prepare(item)
-        except Exception as error:  # bad files can cause any error, anywhere in transformers
-            raise InputError(f"transformers' processor fails: {first_line(error)}") from error
+        tensors = self._ask("processor", lambda: self._answers.prepare(item))
         return {name: _array(tensor) for name, tensor in tensors.items()}
 
     @cached_property
@@ -410,16 +414,10 @@ class TorchRunner(Closeable):
         Raises:
             InputError: transformers cannot load the tokenizer, or it cannot encode a text.
         """
-        try:
-            with _quiet():
-                tokenizer = load_tokenizer(
-                    self._path,
-                    trust_remote_code=self._trust_remote_code,
-                    local_files_only=True,
-                )
-                return [list(tokenizer(text).input_ids) for text in texts]
-        except Exception as error:  # bad files can cause any error, anywhere in transformers
-            raise InputError(f"transformers' tokenizer fails: {first_line(error)}") from error
+        return self._ask(
+            "tokenizer",
+            lambda: [list(self._answers.tokenizer(text).input_ids) for text in texts],
+        )
 
     def decode_tokens(self, tokens: Sequence[Sequence[int]]) -> list[str]:
         """Return the texts of tokens by the model's own tokenizer, without special tokens.
@@ -427,12 +425,21 @@ class TorchRunner(Closeable):
         Raises:
             InputError: transformers cannot load the tokenizer, or it cannot decode a token.
         """
+        return self._ask(
+            "tokenizer",
+            lambda: [
+                self._answers.tokenizer.decode(list(row), skip_special_tokens=True)
+                for row in tokens
+            ],
+        )
+
+    def _ask(self, part: str, answer: Callable[[], _Answer]) -> _Answer:
+        """Return what a tokenizer or a processor of transformers answers."""
         try:
             with _quiet():
-                decode = self._answers.tokenizer.decode
-                return [decode(list(row), skip_special_tokens=True) for row in tokens]
+                return answer()
         except Exception as error:  # bad files can cause any error, anywhere in transformers
-            raise InputError(f"transformers' tokenizer fails: {first_line(error)}") from error
+            raise InputError(f"transformers' {part} fails: {first_line(error)}") from error
 
     def generation_config(self) -> dict[str, Any]:
         """Return the options that `generate` has without any arguments.
@@ -469,11 +476,37 @@ class TorchRunner(Closeable):
             first = first_line(error)
             raise InputError(f"PyTorch rejects the inputs {shapes}: {first}") from error
 
-    def weights(self) -> Outputs:
-        """Return all parameters and buffers by name, shared ones under each of their names.
+    def weights(self) -> TorchWeights:
+        """Describe all parameters and buffers by name, shared ones under each of their names.
 
         A parametrized weight, such as one with weight normalization, is there as it is used, too.
         """
+        modules = list(self._model.named_modules(remove_duplicate=False))
+        untrained = set(getattr(self._model, "untrained_weights", ()))
+        unused = getattr(self._model, "unused_tensors", ())
+        return TorchWeights(
+            weights={
+                name: TorchWeight(name, array.shape, array[sample_positions(array.shape)])
+                for name, array in self._weights.items()
+            },
+            linear=frozenset(n for n, module in modules if isinstance(module, torch.nn.Linear)),
+            # Those of detectors, whose statistics are frozen, have no attribute for epsilon.
+            batch_norms={
+                name: getattr(module, "eps", _FROZEN_EPSILON)
+                for name, module in modules
+                if hasattr(module, "running_var")
+            },
+            stored=frozenset(self._model.state_dict()) - untrained,
+            unused={tensor.name: prod(tensor.shape) for tensor in unused},
+            lost=tuple(tensor.name for tensor in unused if tensor.kind in CHANGES_ANSWERS),
+        )
+
+    def weight(self, name: str) -> NDArray[Any]:
+        """Return all elements of a weight."""
+        return self._weights[name]
+
+    @cached_property
+    def _weights(self) -> Outputs:
         self._state.restore()
         tensors = dict(self._model.named_parameters(remove_duplicate=False))
         tensors |= self._model.named_buffers(remove_duplicate=False)
@@ -482,35 +515,11 @@ class TorchRunner(Closeable):
                 tensors |= {f"{prefix}.{n}": getattr(module, n) for n in module.parametrizations}
         return {name: _array(tensor) for name, tensor in tensors.items()}
 
-    def checkpoint(self) -> dict[str, Any]:
-        """Return the names of weights that the checkpoint has, and its tensors without a weight."""
-        untrained = set(getattr(self._model, "untrained_weights", ()))
-        unused = getattr(self._model, "unused_tensors", ())
-        return {
-            "stored": sorted(set(self._model.state_dict()) - untrained),
-            "unused": {tensor.name: prod(tensor.shape) for tensor in unused},
-            "lost": [tensor.name for tensor in unused if tensor.kind in CHANGES_ANSWERS],
-        }
-
-    def linear_modules(self) -> list[str]:
-        """Return the names of modules whose weight is (outputs, inputs)."""
-        modules = self._model.named_modules(remove_duplicate=False)
-        return [name for name, module in modules if isinstance(module, torch.nn.Linear)]
-
-    def batch_norms(self) -> dict[str, float]:
-        """Return the epsilon of each batch normalization by the module's name."""
-        modules = self._model.named_modules(remove_duplicate=False)
-        # Those of detectors, whose statistics are frozen, have no attribute for it.
-        return {
-            name: getattr(m, "eps", _FROZEN_EPSILON)
-            for name, m in modules
-            if hasattr(m, "running_var")
-        }
-
     def close(self) -> None:
         """Free the model."""
         self._model = self._decoder = self._state = None
-        self.__dict__.pop("_answers", None)
+        for name in ("_answers", "_weights"):
+            self.__dict__.pop(name, None)
         self._run = self._run_whole
         self._submodels = None
 

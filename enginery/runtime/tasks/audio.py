@@ -33,7 +33,7 @@ from enginery.runtime.tasks.task import (
     ModelInputs,
     Row,
     TaskOptions,
-    media_outputs,
+    output_rows,
     require_outputs,
     require_shapes,
 )
@@ -250,7 +250,7 @@ class Transcribe(AudioTask):
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
     ) -> list[Any]:
         """Return the best token of each frame of a row, and their probabilities."""
-        logits = media_outputs(outputs, "logits", rows).astype(np.float32, copy=False)
+        logits = output_rows(outputs, "logits", rows).astype(np.float32, copy=False)
         best = logits.argmax(axis=-1)
         with np.errstate(all="ignore"):  # NaN or infinity, see `is_finite`
             shifted = logits - logits.max(axis=-1, keepdims=True)

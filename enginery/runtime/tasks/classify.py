@@ -21,9 +21,9 @@ from enginery.runtime.tasks.task import (
     Row,
     TaskOptionError,
     TaskOptions,
-    media_outputs,
+    output_rows,
 )
-from enginery.runtime.tasks.text import TextOptions, TextTask, output_rows, softmax
+from enginery.runtime.tasks.text import TextOptions, TextTask, softmax
 from enginery.runtime.tasks.zero_shot import (
     TEMPLATE,
     Labels,
@@ -108,7 +108,7 @@ class LabelResults:
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
     ) -> list[Any]:
         """Return the logits of each image or sound: (labels,)."""
-        return list(media_outputs(outputs, "logits", rows))
+        return list(output_rows(outputs, "logits", rows))
 
     def postprocess(
         self, _work: ModelInputs, outputs: Sequence[Any], options: LabelOptions

@@ -30,7 +30,7 @@ from enginery.runtime.tasks.task import (
     TaskOptions,
     UnreadableOutputsError,
     has_outputs,
-    media_outputs,
+    output_rows,
 )
 
 _MAX_DESCRIBED = 3
@@ -131,15 +131,11 @@ class DetectObjects(ImageTask):
         task.notes += (f"boxes are chosen as by {kind}ImageProcessor of transformers",)
         return task
 
-    def outputs_read(self, *, raw: bool = False) -> tuple[str, ...]:
-        """Return the names of the graph outputs that `split` needs."""
-        return tuple(self.graph_outputs)
-
     def split(
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
     ) -> list[Any]:
         """Return (logits, boxes, image_size) of each image, boxes as fractions of the image."""
-        logits, boxes = (media_outputs(outputs, name, rows) for name in self.graph_outputs)
+        logits, boxes = (output_rows(outputs, name, rows) for name in self.graph_outputs)
         sizes = [row.image_size for row in rows]
         return list(zip(logits, boxes, sizes, strict=True))
 

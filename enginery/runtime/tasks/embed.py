@@ -25,8 +25,9 @@ from enginery.runtime.tasks.task import (
     RowValues,
     TaskOptionError,
     TaskOptions,
+    output_rows,
 )
-from enginery.runtime.tasks.text import TextOptions, TextTask, output_rows
+from enginery.runtime.tasks.text import TextOptions, TextTask
 from enginery.runtime.text.pooling import Pooling, Vectors, read_pooling
 from enginery.runtime.text.tokenizer import (
     OTHER_TOKENIZER,

@@ -26,7 +26,7 @@ from enginery.runtime.tasks.task import (
     MediaTask,
     ModelInputs,
     Row,
-    media_outputs,
+    output_rows,
     require_outputs,
     require_shapes,
 )
@@ -137,7 +137,7 @@ class EmbedImages(ImageTask):
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
     ) -> list[Any]:
         """Return the vector of each image: float32 (dim,)."""
-        vectors = media_outputs(outputs, _vector_rule(self.record, self.config)[0], rows)
+        vectors = output_rows(outputs, _vector_rule(self.record, self.config)[0], rows)
         return [self._vector(row.astype(np.float32, copy=False)) for row in vectors]
 
     def postprocess(

@@ -34,7 +34,7 @@ from enginery.runtime.tasks.task import (
     TaskOptions,
     UnreadableOutputsError,
     has_outputs,
-    media_outputs,
+    output_rows,
 )
 from enginery.runtime.tasks.text import softmax
 
@@ -151,7 +151,7 @@ class SegmentImages(ImageTask):
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
     ) -> list[Any]:
         """Return the outputs of each image and, last, its height and width."""
-        arrays = [media_outputs(outputs, name, rows) for name in self.outputs_read()]
+        arrays = [output_rows(outputs, name, rows) for name in self.outputs_read()]
         return list(zip(*arrays, [row.image_size for row in rows], strict=True))
 
     def postprocess(

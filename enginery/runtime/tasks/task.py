@@ -230,6 +230,8 @@ class RowTask(ABC):
     Options: ClassVar[type[TaskOptions]] = TaskOptions
     runs_in_steps: ClassVar[bool] = False
     """True if a row takes many steps, which `TextGenerator` runs, instead of one run."""
+    graph_outputs: ClassVar[Mapping[str, int]] = {}
+    """The graph outputs that the task reads, with their ranks."""
 
     record: GraphRecord
 
@@ -289,7 +291,7 @@ class RowTask(ABC):
         Args:
             raw: for rows with `reads_raw`.
         """
-        return ()
+        return tuple(self.graph_outputs)
 
     @property
     def can_pad(self) -> bool:
@@ -308,8 +310,6 @@ class Task(RowTask):
     tasks: ClassVar[tuple[str, ...]]
     """Names of the transformers tasks that this class implements."""
     inputs: ClassVar[tuple[InputField, ...]]
-    graph_outputs: ClassVar[Mapping[str, int]] = {}
-    """The graph outputs that the task reads, with their ranks."""
     result_type: ClassVar[Any]
     """The type of one result: a dataclass, a list of dataclasses, or `Vectors`; see `results`."""
     modality: ClassVar[Modality] = "text"
@@ -405,15 +405,24 @@ def require_shapes(content: Arrays, record: GraphRecord, name: str, *, do: str) 
             )
 
 
-def media_outputs(outputs: Arrays, name: str, rows: Sequence[Row]) -> NDArray[Any]:
-    """Return an output of the batch; raise ArtifactError unless it has one row per input."""
+def output_rows(
+    outputs: Mapping[str, NDArray[Any]], name: str, rows: Sequence[Row], *, tokens: bool = False
+) -> NDArray[Any]:
+    """Return an output after checking its shape: (rows, …), with `tokens` (rows, tokens, …).
+
+    Raises:
+        ArtifactError: the output is smaller than that.
+    """
     values = outputs[name]
-    if not values.ndim or len(values) != len(rows):
+    min_shape = (len(rows), *([max((row.tokens for row in rows), default=0)] if tokens else []))
+    if values.ndim < len(min_shape) or any(
+        a < b for a, b in zip(values.shape, min_shape, strict=False)
+    ):
         raise ArtifactError(
             f"the graph returned {name} with the shape {values.shape} for {len(rows)} inputs, "
-            "expected one row per input.",
-            do="The output does not have the dims that manifest.json declares; export the "
-            "model again.",
+            f"expected at least {' × '.join(map(str, min_shape))}.",
+            do="The output does not have the dims that manifest.json declares; export the model "
+            "again.",
         )
     return values
 

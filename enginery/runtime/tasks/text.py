@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.errors import ArtifactError, InputError
+from enginery.core.errors import InputError
 from enginery.core.model.files import ModelConfig
 from enginery.runtime.tasks.task import (
     NO_LIMITS,
@@ -25,6 +25,7 @@ from enginery.runtime.tasks.task import (
     Task,
     TaskOptions,
     Unproved,
+    output_rows,
     require_outputs,
 )
 from enginery.runtime.text.tokenizer import EQUAL_LENGTHS, TextTokenizer, TokenIds, check_texts
@@ -210,28 +211,6 @@ class TextTask(Task):
 def scan_cost(rows: Sequence[Row]) -> ProcessingCost:
     """Return the cost of going through the scores of every token."""
     return "light" if sum(row.tokens for row in rows) <= _LIGHT_TOKENS else "heavy"
-
-
-def output_rows(
-    outputs: Mapping[str, NDArray[Any]], name: str, rows: Sequence[Row], *, tokens: bool = False
-) -> NDArray[Any]:
-    """Return an output after checking its shape: (rows, …), with `tokens` (rows, tokens, …).
-
-    Raises:
-        ArtifactError: the output is smaller than that.
-    """
-    values = outputs[name]
-    min_shape = (len(rows), *([max((row.tokens for row in rows), default=0)] if tokens else []))
-    if values.ndim < len(min_shape) or any(
-        a < b for a, b in zip(values.shape, min_shape, strict=False)
-    ):
-        raise ArtifactError(
-            f"the graph returned {name} with the shape {values.shape} for {len(rows)} texts, "
-            f"expected at least {' × '.join(map(str, min_shape))}.",
-            do="The output does not have the dims that manifest.json declares; export the model "
-            "again.",
-        )
-    return values
 
 
 def softmax(logits: NDArray[Any]) -> NDArray[Any]:

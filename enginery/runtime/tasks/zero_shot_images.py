@@ -30,7 +30,7 @@ from enginery.runtime.tasks.task import (
     Row,
     TaskOptionError,
     TaskOptions,
-    media_outputs,
+    output_rows,
 )
 from enginery.runtime.tasks.two_towers import EmbedTextsOfBoth, has_two_towers, tower_record
 from enginery.runtime.tasks.zero_shot import Labels, make_hypotheses
@@ -117,7 +117,7 @@ class ZeroShotImages(ImageTask):
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
     ) -> list[Any]:
         """Return the logits of each image: (labels,)."""
-        return list(media_outputs(outputs, _LOGITS, rows))
+        return list(output_rows(outputs, _LOGITS, rows))
 
     def postprocess(
         self, work: ModelInputs, outputs: Sequence[Any], options: ZeroShotImageOptions

@@ -30,7 +30,6 @@ from numpy.typing import NDArray
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.progress import SILENT, Progress
-from enginery.core.scratch import temporary_directory
 from enginery.passes.cast.low_precision import LOW_TYPES, read_values
 from enginery.passes.ir.graph_file import read_graph, write_graph
 from enginery.passes.qdq.layer_errors import FloatLayer, add_float_layers
@@ -142,11 +141,10 @@ def compare_weights(
     calibration = Calibration.of(artifact)
     comparisons = []
     with (
-        temporary_directory("weights") as scratch,
         open_weights() as reference,
         progress.task("weights", total=len(graphs)) as advance,
     ):
-        parameters = Parameters(reference, scratch)
+        parameters = Parameters(reference)
         for record in graphs:
             comparison = _GraphComparison(
                 record.file, artifact.manifest.float_precision, parameters, calibration

@@ -1,6 +1,6 @@
 """The reference's weights, found by name, by a module's path, or by content.
 
-    parameters = Parameters(reference, scratch)
+    parameters = Parameters(reference)
     parameters.named("embeddings.word_embeddings.weight")    # as exporters keep names
     parameters.of_module("encoder.layer.0.output.dense", "bias")
     parameters.read("encoder.layer.0.output.dense.bias")     # all elements
@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -57,11 +56,11 @@ class BatchNorm:
 class WeightSource(Protocol):
     """The weights of a PyTorch model or of an .onnx file. A context manager."""
 
-    def weights(self, directory: Path) -> TorchWeights:
-        """Describe all weights; samples may pass through a file in `directory`."""
+    def weights(self) -> TorchWeights:
+        """Describe all weights."""
 
-    def weight(self, name: str, directory: Path) -> Array:
-        """Return all elements of a weight; they may pass through a file in `directory`."""
+    def weight(self, name: str) -> Array:
+        """Return all elements of a weight."""
 
     def __enter__(self) -> Self: ...
 
@@ -76,9 +75,9 @@ class WeightSource(Protocol):
 class Parameters:
     """All weights of the reference."""
 
-    def __init__(self, reference: WeightSource, scratch: Path) -> None:
-        torch_weights = reference.weights(scratch)
-        self._reference, self._scratch = reference, scratch
+    def __init__(self, reference: WeightSource) -> None:
+        torch_weights = reference.weights()
+        self._reference = reference
         self.weights: dict[str, TorchWeight] = torch_weights.weights
         self._linear = torch_weights.linear
         self._inputs_first = torch_weights.inputs_first
@@ -102,7 +101,7 @@ class Parameters:
         """Return all elements; the last weight is kept, because graphs read some of them twice."""
         if self._last[0] != name:
             self._last = ("", np.zeros(0))  # free the memory first
-            self._last = (name, self._reference.weight(name, self._scratch))
+            self._last = (name, self._reference.weight(name))
         return self._last[1]
 
     def is_linear(self, name: str) -> bool:

@@ -51,7 +51,7 @@ class SourceFileWeights(Closeable):
         self._names = only | {name: name for name in self._tensors}
         """Every name of a weight -> the name of its tensor."""
 
-    def weights(self, directory: Path) -> TorchWeights:  # noqa: ARG002
+    def weights(self) -> TorchWeights:
         """Describe every weight under each of its names."""
         described = {}
         for name in self._tensors:
@@ -88,7 +88,7 @@ class SourceFileWeights(Closeable):
             by_path=self._by_path,
         )
 
-    def weight(self, name: str, directory: Path) -> NDArray[Any]:  # noqa: ARG002
+    def weight(self, name: str) -> NDArray[Any]:
         """Return all elements of a weight."""
         return self._read(self._names[name])
 
