@@ -387,25 +387,22 @@ def test_disconnect_cancels_the_request():
     assert cancelled == [["warm"]]
 
 
-def test_cancellation_by_the_server_is_not_a_disconnect():
-    async def run():
-        buffer = BufferBody(lambda *_: asyncio.sleep(60), BodyBudget(ServeConfig()))
-        scope = scope_of()
-        scope["state"]["record"] = RequestRecord(
-            request_id="1", method="POST", path="/", client="", started=0.0
-        )
-        messages = [chunk(b"{}")]
+async def test_cancellation_by_the_server_is_not_a_disconnect():
+    buffer = BufferBody(lambda *_: asyncio.sleep(60), BodyBudget(ServeConfig()))
+    scope = scope_of()
+    scope["state"]["record"] = RequestRecord(
+        request_id="1", method="POST", path="/", client="", started=0.0
+    )
+    messages = [chunk(b"{}")]
 
-        async def receive():
-            return messages.pop() if messages else await asyncio.Future()
+    async def receive():
+        return messages.pop() if messages else await asyncio.Future()
 
-        task = asyncio.create_task(buffer(scope, receive, None))
-        await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(run())
+    task = asyncio.create_task(buffer(scope, receive, None))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 # Under any ASGI server

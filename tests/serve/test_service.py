@@ -308,21 +308,18 @@ def test_invalid_provider_is_rejected_before_listening(tiny_paths, options, mess
     assert "listening" not in done.stderr
 
 
-def test_garbage_collection_is_enabled_once_models_are_loaded(exported):
-    async def scenario():
-        path = exported("bert", "feature-extraction").path
-        registry = ModelRegistry({"m": path}, ServeConfig(), asyncio.get_running_loop())
-        gc.disable()
-        try:
-            await load(registry)
-            assert gc.isenabled()
-            assert gc.get_freeze_count()
-        finally:
-            gc.enable()
-            gc.unfreeze()
-            await registry.close()
-
-    asyncio.run(scenario())
+async def test_garbage_collection_is_enabled_once_models_are_loaded(exported):
+    path = exported("bert", "feature-extraction").path
+    registry = ModelRegistry({"m": path}, ServeConfig(), asyncio.get_running_loop())
+    gc.disable()
+    try:
+        await load(registry)
+        assert gc.isenabled()
+        assert gc.get_freeze_count()
+    finally:
+        gc.enable()
+        gc.unfreeze()
+        await registry.close()
 
 
 @pytest.mark.more
