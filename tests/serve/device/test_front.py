@@ -216,20 +216,19 @@ async def test_requests_of_a_lost_device_fail_and_the_next_one_answers(exported,
             assert len((await ask(registry.get("m"), ["a"])).results) == 1
 
 
-def test_server_is_ready_once_every_front_is(exported, socket):
-    async def scenario():
-        paths = {"m": exported("bert", "feature-extraction").path}
-        async with device(paths, socket, fronts=2), front(paths, socket) as one:
-            await asyncio.sleep(0.2)
-            model = one.get("m")
-            assert (model.state, one.ready) == ("loading", False)
-            assert model.reason == "other processes of the server are starting"
-            asked = asyncio.create_task(ask(model, ["a"]))  # it waits
-            await asyncio.sleep(0.1)
-            assert not asked.done()
-            async with front(paths, socket) as two:
-                await until(lambda: one.ready and two.ready)
-                assert len((await asked).results) == 1
+async def test_server_is_ready_once_every_front_is(exported, socket):
+    paths = {"m": exported("bert", "feature-extraction").path}
+    async with device(paths, socket, fronts=2), front(paths, socket) as one:
+        await asyncio.sleep(0.2)
+        model = one.get("m")
+        assert (model.state, one.ready) == ("loading", False)
+        assert model.reason == "other processes of the server are starting"
+        asked = asyncio.create_task(ask(model, ["a"]))  # it waits
+        await asyncio.sleep(0.1)
+        assert not asked.done()
+        async with front(paths, socket) as two:
+            await until(lambda: one.ready and two.ready)
+            assert len((await asked).results) == 1
 
 
 async def test_request_does_not_wait_long_for_other_fronts(exported, socket, monkeypatch):
