@@ -21,13 +21,13 @@ import pytest
 
 from enginery import publish_model
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.artifact.manifest import Verdict
 from enginery.core.errors import ArtifactError, OptionError
 from enginery.publish.config import PublishConfig
 from enginery.serve.config import ServeConfig, named_paths
 from enginery.serve.models.loading import load
 from enginery.serve.models.registry import ModelRegistry
 from enginery.serve.server import serve_models
+from tests.core.artifacts import verdict
 
 WAIT = 60
 
@@ -203,18 +203,8 @@ def test_failed_reload_is_logged_once_as_an_error(tiny_paths, tmp_path):
 def test_failed_validation_is_a_warning_and_missing_one_is_logged(tiny_paths, tmp_path):
     paths = tiny_paths("vectors", "mood")
     shutil.copytree(paths["vectors"], tmp_path / "bad")
-    Artifact.open(tmp_path / "bad").annotate(
-        Verdict(
-            stage="validate",
-            key="k",
-            fields={},
-            passed=False,
-            finished="",
-            summary="1 of 9 cases differs.",
-            report="reports/validation.json",
-        ),
-        b"{}",
-    )
+    bad = Artifact.open(tmp_path / "bad")
+    bad.annotate(verdict(bad, passed=False, summary="1 of 9 cases differs."), b"{}")
     given = (tmp_path / "bad", f"new={paths['mood']}")
     with serving(*given, options=("--allow-failed",)) as server:
         server.says(

@@ -131,16 +131,14 @@ ANSWER_ROWS = [
 ]
 FIRST_LABELS = [{"label": "glad", "score": 0.75}, {"label": "müde", "score": 0.5}]
 PLAIN = {verb: [orjson.loads(text) for text in texts] for verb, texts in JSON.items()}
+LABEL_ROWS = [
+    {**first, "scores": each["labels"]}
+    for first, each in zip(FIRST_LABELS, PLAIN["classify"], strict=True)
+]
 ROWS: dict[tuple[str, int], list[dict[str, Any]]] = {
     ("embed", 0): [{"embedding": vector} for vector in PLAIN["embed"]],
     ("embed_images", 0): [{"embedding": vector} for vector in PLAIN["embed_images"]],
-    **dict.fromkeys(
-        [(verb, 0) for verb in LABELLED],
-        [
-            {**first, "scores": each["labels"]}
-            for first, each in zip(FIRST_LABELS, PLAIN["classify"], strict=True)
-        ],
-    ),
+    **{(verb, 0): LABEL_ROWS for verb in LABELLED},
     **{(verb, 1): FIRST_LABELS for verb in LABELLED},
     ("tag", 0): [{"spans": spans} for spans in PLAIN["tag"]],
     ("answer", 1): ANSWER_ROWS,
@@ -399,10 +397,11 @@ def test_words_for_people(verb):
         assert orjson.dumps(described.values).decode().startswith(begins)
 
 
+NOT_FINITE_LABELS = [Classification((Label("glad", 0.5), Label("müde", math.nan)))]
 NOT_FINITE: dict[str, list[Any]] = {
     "embed": [np.array([1, math.nan], np.float32), np.array([math.inf], np.float32)],
     "embed_images": [np.array([-math.inf, 0], np.float32)],
-    **dict.fromkeys(LABELLED, [Classification((Label("glad", 0.5), Label("müde", math.nan)))]),
+    **dict.fromkeys(LABELLED, NOT_FINITE_LABELS),
     "tag": [[TokenSpan("PER", 0.5, 0, 3, "Ada"), TokenSpan("PER", math.nan, 0, 3, "Ada")]],
     "answer": [[ContextAnswer("", math.nan, 0, 0)]],
     "fill": [MaskFillings(((), (Filling("warm", 7, math.inf, "it is warm"),)))],
