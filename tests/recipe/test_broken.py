@@ -14,6 +14,7 @@ from enginery.recipe.steps import PredictStage
 
 HEAD = "model: ./model\nout: out\nstages:\n"
 EXPORT = "  - export: {task: text-classification}\n"
+PUBLISH = "publish: {url: registry}"
 
 
 def recipe(*stages):
@@ -88,12 +89,7 @@ BROKEN = [
         "enginery optimize --help",
     ),
     (
-        then(
-            "optimize",
-            "validate",
-            "quantize: {from: export, data: reviews.csv}",
-            "publish: {url: registry}",
-        ),
+        then("validate", "quantize: {from: export, data: reviews.csv}", PUBLISH),
         "publish follows quantize without a validation",
         "Put - validate before it",
     ),
@@ -139,9 +135,9 @@ BROKEN = [
         "quantize is named twice",
         "Leave one out",
     ),
-    (then("publish: {url: registry}"), "without a validation", "Put - validate before it"),
+    (then(PUBLISH), "without a validation", "Put - validate before it"),
     (
-        then("validate", "optimize", "publish: {url: registry}"),
+        then("validate", "optimize", PUBLISH),
         "publish follows optimize without a validation",
         "Put - validate before it",
     ),

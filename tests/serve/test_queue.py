@@ -281,11 +281,7 @@ async def test_scheduler_reports_backlog_and_wait_to_the_queue():
 
     queue = BatchQueue(RULES, max_rows=8, max_tokens=1000, max_wait_seconds=10)
     scheduler = BatchScheduler(
-        queue,
-        work,
-        asyncio.get_running_loop(),
-        WorkerOptions(1),
-        on_batch=lambda _: None,
+        queue, work, asyncio.get_running_loop(), WorkerOptions(1), on_batch=lambda _: None
     )
     queue.seconds_per_token = 0.5
     queue.observe_wait = lambda work, waited: learned.append((work, waited))

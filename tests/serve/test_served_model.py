@@ -17,11 +17,7 @@ from enginery.runtime.tasks.text import TooLongError
 from enginery.serve.batching.queue import OverloadedError
 from enginery.serve.config import ServeConfig
 from enginery.serve.models.backend import ModelBackend
-from enginery.serve.models.served_model import (
-    LocalModel,
-    TooManyInputsError,
-    UnavailableError,
-)
+from enginery.serve.models.served_model import LocalModel, TooManyInputsError, UnavailableError
 from tests.tolerances import OUTPUTS
 
 TEXTS = ["the pump runs", "a", "the engine is warm and the valve is open again", "the pump runs"]

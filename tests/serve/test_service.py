@@ -30,6 +30,11 @@ from enginery.serve.server import serve_models
 from tests.core.artifacts import verdict
 
 WAIT = 60
+HEAVY = {
+    *("numpy", "onnxruntime", "tokenizers", "pydantic", "prometheus_client", "orjson"),
+    *("PIL", "opentelemetry", "starlette", "rich"),
+}
+"""Packages that the parent of the worker processes does not import."""
 
 
 class Server:
@@ -140,20 +145,7 @@ def test_the_parent_imports_nothing_heavy(exported):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     modules = set(done.stdout.split())
     assert "enginery.serve.http.parent" in modules
-    assert not modules & {
-        "numpy",
-        "onnxruntime",
-        "tokenizers",
-        "pydantic",
-        "prometheus_client",
-        "orjson",
-        "PIL",
-        "opentelemetry",
-        "starlette",
-        "rich",
-        "pyarrow",
-        "psutil",
-    }
+    assert not modules & {*HEAVY, "pyarrow", "psutil"}
 
 
 @pytest.mark.more
@@ -269,6 +261,12 @@ def test_log_has_the_status_of_requests_cancelled_by_the_server(tiny_paths):
     assert next(line["request_id"] for line in log if line["status"] == 413) == "large"
 
 
+def run_serve(path, *options):
+    """Run a server that ends by itself."""
+    words = [sys.executable, "-m", "enginery", "serve", str(path), "--port", "0", *options]
+    return subprocess.run(words, capture_output=True, text=True, timeout=WAIT, check=False)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -277,22 +275,7 @@ def test_log_has_the_status_of_requests_cancelled_by_the_server(tiny_paths):
     ],
 )
 def test_invalid_provider_is_rejected_before_listening(tiny_paths, options, message):
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "enginery",
-            "serve",
-            str(tiny_paths("vectors")["vectors"]),
-            "--port",
-            "0",
-            *options,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=WAIT,
-        check=False,
-    )
+    done = run_serve(tiny_paths("vectors")["vectors"], *options)
     assert done.returncode == 2
     assert message in done.stderr
     assert "listening" not in done.stderr
@@ -313,25 +296,9 @@ async def test_garbage_collection_is_enabled_once_models_are_loaded(exported):
 
 
 @pytest.mark.more
-def test_unavailable_provider_stops_the_startup(exported, tmp_path):
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "enginery",
-            "serve",
-            str(exported("bert", "fill-mask").path),
-            "--port",
-            "0",
-            "--providers",
-            "cuda",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=WAIT,
-        check=False,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )
+def test_unavailable_provider_stops_the_startup(exported, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    done = run_serve(exported("bert", "fill-mask").path, "--providers", "cuda")
     assert done.returncode == 2
     assert "error: " in done.stderr
     assert "Traceback" not in done.stderr

@@ -38,10 +38,7 @@ SMOOTHED = ActivationQuantParams(
 DELTA = GENERATOR.normal(0, 0.01, N).astype(np.float32)
 
 MATMUL = [node("MatMul", "x w", "y", name="layer")]
-BIASED = [
-    node("MatMul", "x w", "p", name="layer"),
-    node("Add", "b p", "y", name="bias"),
-]
+BIASED = [node("MatMul", "x w", "p", name="layer"), node("Add", "b p", "y", name="bias")]
 SPLIT = [
     *BIASED[:1],
     node("Add", "b p", "s", name="bias"),

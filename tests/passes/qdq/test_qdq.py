@@ -30,10 +30,7 @@ def linear(op="MatMul", *, weight=WEIGHT):
     if op == "Gemm":
         nodes = [node("Gemm", "x w b", "y", name="layer")]
     else:
-        nodes = [
-            node("MatMul", "x w", "p", name="layer"),
-            node("Add", "p b", "y", name="bias"),
-        ]
+        nodes = [node("MatMul", "x w", "p", name="layer"), node("Add", "p b", "y", name="bias")]
     return model(nodes, {"w": weight, "b": BIAS})
 
 
@@ -162,10 +159,7 @@ def test_bias_deltas_of_a_convolution_become_its_bias(kernel, bias):
 
 
 def test_layers_that_share_an_activation_share_its_quantization():
-    nodes = [
-        node("MatMul", "x w", "y", name="query"),
-        node("MatMul", "x v", "z", name="key"),
-    ]
+    nodes = [node("MatMul", "x w", "y", name="query"), node("MatMul", "x v", "z", name="key")]
     graph = model(nodes, {"w": WEIGHT, "v": WEIGHT[:, ::-1].copy()}, outputs=("y", "z"))
     done = quantize(graph)
     assert (done.layers, done.activations) == (2, 1)
@@ -173,10 +167,7 @@ def test_layers_that_share_an_activation_share_its_quantization():
 
 
 def test_shared_bias_is_changed_for_one_layer_only():
-    nodes = [
-        node("Gemm", "x w b", "y", name="one"),
-        node("Gemm", "x w b", "z", name="two"),
-    ]
+    nodes = [node("Gemm", "x w b", "y", name="one"), node("Gemm", "x w b", "z", name="two")]
     graph = model(nodes, {"w": WEIGHT, "b": BIAS}, outputs=("y", "z"))
     quantize(graph, bias_deltas={"one": np.full(N, 10, np.float32)})
     first, second = run(graph)
@@ -244,10 +235,7 @@ def test_products_of_two_activations_are_not_layers():
 
 
 def test_a_weight_behind_an_identity_is_found():
-    nodes = [
-        node("Identity", "w", "shared"),
-        node("MatMul", "x shared", "y", name="layer"),
-    ]
+    nodes = [node("Identity", "w", "shared"), node("MatMul", "x shared", "y", name="layer")]
     graph = model(nodes, {"w": WEIGHT})
     assert [layer.name for layer in find_layers(graph)] == ["layer"]
     quantize(graph)

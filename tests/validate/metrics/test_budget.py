@@ -182,12 +182,7 @@ def test_generated_inputs_alone_need_a_cosine_of_one_half(made, copied, tmp_path
     """Without a tokenizer, in the source neither, only the sweep runs, and the report says so."""
     artifact = copied(made(*DISTILBERT))
     source = shutil.copytree(artifact.manifest.source.id, tmp_path / "source")
-    files = (
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "vocab.txt",
-    )
+    files = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
     for directory in (artifact.path, source):
         for name in files:
             (directory / name).unlink(missing_ok=True)
