@@ -108,7 +108,7 @@ def reference_tokens(
         prompt = 1 if has_encoder else inputs.input_ids.shape[1]
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = model.generate(
+            generated = model.generate(
                 **inputs,
                 pad_token_id=pad,
                 do_sample=False,
@@ -116,8 +116,8 @@ def reference_tokens(
                 output_scores=True,
                 **options,
             )
-        tokens += [row[prompt:].tolist() for row in found.sequences]
-        scores += getattr(found, "sequences_scores", torch.zeros(0)).tolist()
+        tokens += [row[prompt:].tolist() for row in generated.sequences]
+        scores += getattr(generated, "sequences_scores", torch.zeros(0)).tolist()
     return tokens, scores, pad
 
 

@@ -260,7 +260,10 @@ def test_bad_requests_are_errors_in_words(server, path, body, status, message):
         ({"temperature": 0, "do_sample": True}, "temperature"),
         ({"target_language": "fr"}, "unknown option"),
         ({"num_beams": 17}, "at most 16"),
-        ({"do_sample": True, "num_return_sequences": 20}, "20 beams or sequences for each input"),
+        (
+            {"num_beams": 1, "do_sample": True, "num_return_sequences": 20},
+            "20 beams or sequences for each input",
+        ),
         ({"max_new_tokens": 1025}, "most 1024"),
         ({"eos_token_id": [7] * 60_000}, "found 60000 items, expected at most 1024"),
         ({"length_penalty": 1e308}, "length_penalty: found 1e+308, expected a number from -10 to"),
