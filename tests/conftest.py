@@ -83,6 +83,12 @@ def home(session_home, monkeypatch):
     return session_home
 
 
+@pytest.fixture
+def anyio_backend():
+    """Run the tests that are coroutines with asyncio."""
+    return "asyncio"
+
+
 @pytest.fixture(scope="session")
 def tiny_model(shared_directory):
     """`tiny_model("bert", "fill-mask")`: the directory of a tiny model."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +84,43 @@ def save_image_reader(directory: Path) -> Path:
     model.generation_config = transformers.GenerationConfig(**special)
     model.save_pretrained(directory)
     return directory
+
+
+def reference_tokens(
+    source: Path, texts: Sequence[str], **options: Any
+) -> tuple[list[list[int]], list[float], int]:
+    """Return what transformers generates for each text alone.
+
+    Returns:
+        The new tokens, the scores of beam search, and the padding token.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+    has_encoder = AutoConfig.from_pretrained(source).is_encoder_decoder
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    auto = AutoModelForSeq2SeqLM if has_encoder else AutoModelForCausalLM
+    model = auto.from_pretrained(source).eval()
+    pad = model.config.pad_token_id if has_encoder else 0
+    tokens, scores = [], []
+    for text in texts:
+        inputs = tokenizer([text], return_tensors="pt", return_token_type_ids=False)
+        prompt = 1 if has_encoder else inputs.input_ids.shape[1]
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            generated = model.generate(
+                **inputs,
+                pad_token_id=pad,
+                do_sample=False,
+                return_dict_in_generate=True,
+                output_scores=True,
+                **options,
+            )
+        tokens += [row[prompt:].tolist() for row in generated.sequences]
+        scores += getattr(generated, "sequences_scores", torch.zeros(0)).tolist()
+    return tokens, scores, pad
+
+
+def filled(tokens: Sequence[int], length: int, pad: int) -> list[int]:
+    """Return tokens up to a length: transformers fills results of one input up to the longest."""
+    return [*tokens, *[pad] * (length - len(tokens))]

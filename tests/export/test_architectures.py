@@ -55,8 +55,7 @@ DIMS = {"batch", "sequence", "height", "width"}
 
 
 @pytest.mark.parametrize(
-    ("kind", "task"),
-    [pytest.param(*case, marks=mark_of(case)) for case in CASES],
+    ("kind", "task"), [pytest.param(*case, marks=mark_of(case)) for case in CASES]
 )
 def test_architecture_exports_validates_and_loads(kind, task, tiny_model):
     from enginery import export_model

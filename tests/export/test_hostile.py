@@ -19,6 +19,7 @@ from enginery.core.errors import ArtifactError, EngineryError, SourceError, Untr
 from enginery.core.trust.confinement import stay_offline
 from enginery.core.versions import TRANSFORMERS5, transformers_family
 from tests.environments import needs_transformers5
+from tests.export.test_stage import save_own_model
 
 
 @pytest.fixture
@@ -235,29 +236,7 @@ def test_code_in_the_working_directory_is_not_imported(bert, marker, tmp_path):
 @pytest.fixture
 def own_code(tmp_path, marker):
     """Write a model of its own type, whose code works and creates a marker file."""
-    import torch
-    from safetensors.torch import save_file
-
-    from tests.export.test_stage import OWN_CODE
-
-    model = tmp_path / "own"
-    model.mkdir()
-    (model / "modeling_mine.py").write_text(payload(marker) + OWN_CODE)
-    names = {"AutoConfig": "MyConfig", "AutoModelForSequenceClassification": "MyModel"}
-    config = {
-        "model_type": "bag-of-words",
-        "architectures": ["MyModel"],
-        "vocab_size": 50,
-        "auto_map": {auto: f"modeling_mine.{name}" for auto, name in names.items()},
-    }
-    (model / "config.json").write_text(json.dumps(config))
-    weights = {
-        "words.weight": torch.randn(50, 8),
-        "head.weight": torch.randn(3, 8),
-        "head.bias": torch.randn(3),
-    }
-    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    return model
+    return save_own_model(tmp_path / "own", before=payload(marker))
 
 
 @pytest.mark.more

@@ -9,8 +9,10 @@ from enginery import load_model
 from enginery.core.errors import ExportError
 from enginery.export import model_inputs
 from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.pytorch.side_files import load_pillow_processor
 from enginery.runtime.sample_inputs import ImageFeeder
 from tests.tiny_inputs import TOKENS_AND_MASK, export_here, save_with_generic_tokenizer
+from tests.tiny_vision import save_vision_model
 
 TYPES = "token_type_ids"
 TEXTS = ["the engine starts", "a list of the key"]
@@ -97,57 +99,6 @@ def test_another_input_that_the_model_uses_is_refused(tmp_path, monkeypatch):
         )
 
 
-def save_detector(kind, directory, **processor):
-    import torch
-    import transformers
-
-    backbone = transformers.ResNetConfig(
-        embedding_size=8,
-        hidden_sizes=[8, 16, 24, 32],
-        depths=[1] * 4,
-        layer_type="basic",
-        out_features=["stage4"],
-    )
-    if kind == "yolos":
-        config = transformers.YolosConfig(
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            intermediate_size=64,
-            image_size=[96, 96],
-            num_detection_tokens=10,
-        )
-    else:
-        config = transformers.AutoConfig.for_model(
-            kind,
-            use_timm_backbone=False,
-            use_pretrained_backbone=False,
-            backbone=None,
-            backbone_config=backbone,
-            d_model=32,
-            encoder_layers=1,
-            decoder_layers=1,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=64,
-            decoder_ffn_dim=64,
-            num_queries=10,
-            num_labels=4,
-            init_std=0.3,
-        )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = transformers.AutoModelForObjectDetection.from_config(config)
-    model.eval().save_pretrained(directory)
-    name = "Yolos" if kind == "yolos" else "Detr"
-    module = f"transformers.models.{name.lower()}.image_processing_{name.lower()}"
-    classes = __import__(module, fromlist=["_"])
-    settings = {"size": {"max_height": 96, "max_width": 96}, "do_pad": True, **processor}
-    reference = getattr(classes, f"{name}ImageProcessor")(**settings)
-    reference.save_pretrained(directory)
-    return model, reference
-
-
 @pytest.mark.parametrize(
     ("kind", "pad_size", "has_mask"),
     [
@@ -162,8 +113,12 @@ def save_detector(kind, directory, **processor):
 )
 def test_detectors_see_which_pixels_are_padding(kind, pad_size, has_mask, tmp_path, monkeypatch):
     import torch
+    from transformers import AutoModelForObjectDetection
 
-    model, reference = save_detector(kind, tmp_path / "model", pad_size=pad_size)
+    settings = {"size": {"max_height": 96, "max_width": 96}, "do_pad": True, "pad_size": pad_size}
+    source = save_vision_model(kind, "object-detection", tmp_path / "model", settings)
+    model = AutoModelForObjectDetection.from_pretrained(source).eval()
+    reference = load_pillow_processor(source)
     artifact = export_here(tmp_path / "model", tmp_path / "artifact", monkeypatch)
     (record,) = artifact.manifest.graphs
     assert ("pixel_mask" in [spec.name for spec in record.inputs]) == has_mask

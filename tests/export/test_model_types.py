@@ -213,12 +213,7 @@ def test_a_vocoder_with_pickled_weights_is_refused(sources, vocoder, tmp_path, h
     [
         ("speecht5", "text-to-audio", {}, "exported together with a vocoder"),
         ("clip", "zero-shot-image-classification", {"vocoder": "."}, "clip has none"),
-        (
-            "clip",
-            "zero-shot-image-classification",
-            {"output_attentions": "1"},
-            "only have",
-        ),
+        ("clip", "zero-shot-image-classification", {"output_attentions": "1"}, "only have"),
     ],
 )
 def test_model_kwargs_suit_the_model(kind, task, given, problem, sources, vocoder, home):

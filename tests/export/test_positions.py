@@ -30,10 +30,7 @@ SMALL = {**COMMON, "max_position_embeddings": 512}
             100,
         ),
         (transformers.Phi3Config(**SMALL), None),
-        (
-            transformers.LlamaConfig(**SMALL, rope_scaling={"type": "dynamic", "factor": 4.0}),
-            None,
-        ),
+        (transformers.LlamaConfig(**SMALL, rope_scaling={"type": "dynamic", "factor": 4.0}), None),
         (
             transformers.LlamaConfig(
                 **SMALL,

@@ -364,15 +364,13 @@ class MyModel(PreTrainedModel):
 """
 
 
-@pytest.mark.more
-def test_models_own_code_runs_once_it_is_trusted(tmp_path, monkeypatch):
+def save_own_model(directory, *, before=""):
+    """Write a model of its own type, whose code begins with some other."""
     import torch
     from safetensors.torch import save_file
 
-    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    model = tmp_path / "own"
-    model.mkdir()
-    (model / "modeling_mine.py").write_text(OWN_CODE)
+    directory.mkdir()
+    (directory / "modeling_mine.py").write_text(before + OWN_CODE)
     names = {"AutoConfig": "MyConfig", "AutoModelForSequenceClassification": "MyModel"}
     config = {
         "model_type": "bag-of-words",
@@ -380,15 +378,18 @@ def test_models_own_code_runs_once_it_is_trusted(tmp_path, monkeypatch):
         "vocab_size": 50,
         "auto_map": {auto: f"modeling_mine.{name}" for auto, name in names.items()},
     }
-    (model / "config.json").write_text(json.dumps(config))
-    torch.manual_seed(0)
-    weights = {
-        "words.weight": torch.randn(50, 8),
-        "head.weight": torch.randn(3, 8),
-        "head.bias": torch.randn(3),
-    }
-    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config))
+    shapes = {"words.weight": (50, 8), "head.weight": (3, 8), "head.bias": (3,)}
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
 
+
+@pytest.mark.more
+def test_models_own_code_runs_once_it_is_trusted(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    model = save_own_model(tmp_path / "own")
     options = {"task": "text-classification", "exporter": "dynamo"}
     with pytest.raises(SourceError, match=r"modeling_mine\.py"):
         export_model(str(model), **options)

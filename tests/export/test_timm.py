@@ -29,8 +29,7 @@ def saved(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "size"),
-    [("resnet10t", ("height", "width")), ("vit_tiny_patch16_224", (224, 224))],
+    ("name", "size"), [("resnet10t", ("height", "width")), ("vit_tiny_patch16_224", (224, 224))]
 )
 def test_a_directory_of_timm_is_exported_and_validated(name, size, saved, tmp_path):
     artifact = export_model(str(saved(name)), out=tmp_path / "artifact")

@@ -18,16 +18,15 @@ def node(op_type: str, inputs: str, outputs: str, **attributes: Any) -> onnx.Nod
     return helper.make_node(op_type, inputs.split(), outputs.split(), **attributes)
 
 
-def save_graph(
-    path: Path,
+def make_graph(
     nodes: Sequence[onnx.NodeProto],
     constants: Mapping[str, Any] = {},
     *,
     inputs: Mapping[str, tuple[int, Sequence[Any]]] | None = None,
     outputs: Mapping[str, tuple[int, Sequence[Any]]] | None = None,
     opset: int = 20,
-) -> Path:
-    """Write a graph whose input `x` and output `y` are float32 (batch, 64) by default.
+) -> onnx.ModelProto:
+    """Return a model whose input `x` and output `y` are float32 (batch, 64) by default.
 
     Constants are numpy arrays, or ONNX tensors for types that numpy lacks.
     """
@@ -45,8 +44,12 @@ def save_graph(
     domains = dict.fromkeys(n.domain for n in nodes if n.domain)
     imports = [helper.make_opsetid("", opset), *(helper.make_opsetid(d, 1) for d in domains)]
     # A version that ONNX Runtime 1.31 reads.
-    model = helper.make_model(graph, opset_imports=imports, ir_version=10)
-    onnx.save(model, str(path))
+    return helper.make_model(graph, opset_imports=imports, ir_version=10)
+
+
+def save_graph(path: Path, *arguments: Any, **options: Any) -> Path:
+    """Write a model of `make_graph`."""
+    onnx.save(make_graph(*arguments, **options), str(path))
     return path
 
 

@@ -301,11 +301,7 @@ def test_labels_of_every_source_set_the_budget(datasets, bert, quantized, tmp_pa
     else:
         given = datasets.Dataset.from_list(rows)
     made = quantized(
-        bert,
-        given,
-        data="" if given else str(path),
-        label_column="right",
-        accuracy_budget="100%",
+        bert, given, data="" if given else str(path), label_column="right", accuracy_budget="100%"
     )
     with OrtRunner(bert) as runner:
         _, held_out = make_batches(bert, bert.manifest.graphs[0], read(bert, TEXT), seed=0)

@@ -7,7 +7,6 @@ import pytest
 
 from enginery import export_model, optimize_model, validate_model
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.artifact.manifest import Verdict
 from enginery.core.errors import (
     ArtifactError,
     CheckFailedError,
@@ -25,6 +24,7 @@ from enginery.quantize import calibrate, stage, trial
 from enginery.quantize.calibration.data import make_batches
 from enginery.quantize.config import QuantizeConfig
 from enginery.runtime.onnxruntime.runner import OrtRunner
+from tests.core.artifacts import verdict
 from tests.engine.products import artifact_of
 from tests.passes.onnx_graphs import WIDTH, node, save_graph
 from tests.tiny import TEXT
@@ -248,16 +248,7 @@ def test_labels_make_the_budget_one_of_accuracy(tiny, quantized, tmp_path):
 
 def test_artifact_with_failed_validation_is_rejected(tiny, quantized, tmp_path):
     source = tiny(*BERT).copy_to(tmp_path / "source")
-    verdict = Verdict(
-        stage="validate",
-        key="k",
-        fields={},
-        passed=False,
-        summary="far off",
-        report="reports/validation.json",
-        finished="2026-01-01",
-    )
-    source = source.annotate(verdict, b"{}")
+    source = source.annotate(verdict(source, passed=False, summary="far off"), b"{}")
     with pytest.raises(RejectedArtifactError, match="far off"):
         quantized(source)
     assert quantized(source, allow_failed=True).manifest.verdicts == ()

@@ -14,7 +14,16 @@ from enginery.recipe.steps import PredictStage
 
 HEAD = "model: ./model\nout: out\nstages:\n"
 EXPORT = "  - export: {task: text-classification}\n"
-IMAGES = "  - export: {task: image-classification}\n"
+PUBLISH = "publish: {url: registry}"
+
+
+def recipe(*stages):
+    """A recipe with these stages; the lines of each are its options."""
+    return HEAD + "".join("  - " + stage.replace("\n", "\n      ") + "\n" for stage in stages)
+
+
+def then(*stages):
+    return recipe("export: {task: text-classification}", *stages)
 
 
 @pytest.fixture(scope="module")
@@ -45,506 +54,228 @@ def state(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-# What is written, the line that is to be named, words of the problem, and, where the recipe itself
-# finds it, of the remedy.
-BROKEN = {
-    # keys and values
-    "unknown key": (HEAD + EXPORT + "outs: x\n", 5, "unknown key 'outs'", "Known keys: model, out"),
-    "no model": ("out: out\nstages: [export]\n", 1, "the key 'model' is missing", "model: …"),
-    "unknown stage": (HEAD + EXPORT + "  - bnech\n", 5, "did you mean 'bench'?", "Known stages"),
-    "unknown option": (
-        HEAD + "  - export:\n      task: fill-mask\n      opsets: 20\n",
-        6,
+# What is written, words of the problem, and, where the recipe itself finds it, of the remedy. The
+# line that is to be named is the last one, or the one marked with "here".
+BROKEN = [
+    (
+        recipe("export:\ntask: fill-mask\nopsets: 20"),
         "unknown option 'opsets' for export; did you mean 'opset'?",
         "Known options: task",
     ),
-    "not a number": (
-        HEAD + "  - export:\n      task: fill-mask\n      opset: new\n",
-        6,
-        "option 'opset' for export: input should be a valid integer",
-        "enginery export --help",
-    ),
-    "a number out of range": (
-        HEAD + "  - export:\n      opset: 200\n",
-        5,
+    (
+        recipe("export:\nopset: 200"),
         "option 'opset' is 200, expected 7 to 23",
         "Leave it out for 20",
     ),
-    "no value": (HEAD + "  - export:\n      opset:\n", 5, "'opset' has no value", "Leave the line"),
-    "options that are none": (HEAD + "  - export: 20\n", 4, "found '20', expected its", "Write"),
-    "options not indented": (
-        HEAD + "  - export:\n    opset: 20\n",
-        4,
-        "in one stage, expected",
-        "Indent its options",
-    ),
-    "key twice": (HEAD + EXPORT + "out: b\n", 5, "the key 'out' is repeated", "Keep one"),
-    "tag": (HEAD + EXPORT + "ask: !!set {a}\n", 5, "the tag '!!set' is not allowed", "Leave the"),
-    "variable": (HEAD + EXPORT + "ask: ${NO_SUCH}\n", 5, "'NO_SUCH' is not set", "Set it, or"),
-    "bracket": (HEAD + "  - export: {task\nask: a\n", 5, "while parsing a flow", "Fix the YAML"),
-    # order
-    "no export": (HEAD + "  - validate\n", 4, "the first stage is 'validate'", "Begin with"),
-    "export twice": (HEAD + EXPORT + "  - export\n", 5, "export is named twice", "Leave one out"),
-    "stage twice": (
-        HEAD + EXPORT + "  - validate\n  - validate: {rows: 8}\n",
-        6,
-        "validate follows itself",
-        "Put everything to check into one",
-    ),
-    "quantize after optimize for cuda": (
-        HEAD + EXPORT + "  - optimize: {target: cuda}\n  - quantize: {data: reviews.csv}\n",
-        6,
+    (
+        then("optimize: {target: cuda}", "quantize: {data: reviews.csv}"),
         "quantize follows optimize, which leaves fp16 for cuda",
         "Set from: export, or leave optimize out",
     ),
-    "from a stage that is not before": (
-        HEAD + EXPORT + "  - validate: {from: quantize}\n",
-        5,
+    (
+        then("validate: {from: quantize}"),
         "from: no quantize stands before it",
         "Known here: export",
     ),
-    "from a stage that there is not": (
-        HEAD + EXPORT + "  - optimize: {target: cuda}\n  - validate: {from: optimise}\n",
-        6,
+    (
+        then("optimize: {target: cuda}", "validate: {from: optimise}"),
         "from: unknown stage 'optimise'; did you mean 'optimize'?",
         "Stages that make an artifact: export, optimize",
     ),
-    "from for the first stage": (
-        HEAD + "  - export:\n      from: export\n",
-        4,
-        "export makes the first artifact",
-        "Leave from out",
-    ),
-    "from without a name": (
-        HEAD + EXPORT + "  - optimize:\n      from: [export]\n",
-        6,
+    (recipe("export:  # here\nfrom: export"), "export makes the first artifact", "Leave from out"),
+    (
+        then("optimize:\nfrom: [export]"),
         "from: found a list, expected the name of a stage",
         "enginery optimize --help",
     ),
-    "publish of a branch without a validation": (
-        HEAD + EXPORT + "  - optimize\n  - validate\n  - quantize: {from: export, "
-        "data: reviews.csv}\n  - publish: {url: registry}\n",
-        8,
+    (
+        then("validate", "quantize: {from: export, data: reviews.csv}", PUBLISH),
         "publish follows quantize without a validation",
         "Put - validate before it",
     ),
-    "variants in a folder that holds one": (
-        HEAD + EXPORT + "  - validate\n  - publish: {url: registry, variants: export}\n",
-        6,
+    (
+        then("validate", "publish: {url: registry, variants: export}"),
         "publish has variants, which only the layout hub holds",
         "Set layout: hub",
     ),
-    "variants of no stage": (
-        HEAD + EXPORT + "  - validate\n"
-        "  - publish: {url: registry, layout: hub, variants: [optimise]}\n",
-        6,
+    (
+        then("validate", "publish: {url: registry, layout: hub, variants: [optimise]}"),
         "variants: no optimise stands before it",
         "Stages that make an artifact: export",
     ),
-    "variants without a validation": (
-        HEAD + EXPORT + "  - validate\n  - optimize\n"
-        "  - publish: {from: export, url: registry, layout: hub, variants: [optimize]}\n",
-        7,
+    (
+        then(
+            "validate",
+            "optimize",
+            "publish: {from: export, url: registry, layout: hub, variants: [optimize]}",
+        ),
         "publish takes what optimize made without a validation",
         "Put - validate: {from: optimize} before it",
     ),
-    "two copies in one place": (
-        HEAD + "  - export:\n      task: fill-mask\n      out: a\n  - optimize:\n      out: ./a\n",
-        8,
+    (
+        recipe("export:\ntask: fill-mask\nout: a", "optimize:\nout: ./a"),
         "two artifacts go to",
         "Name another directory",
     ),
-    "a copy over files of yours": (
-        HEAD + "  - export:\n      task: fill-mask\n      out: notes\n",
-        6,
-        "not an enginery artifact",
-    ),
-    "a copy of what makes none": (
-        HEAD + EXPORT + "  - validate: {out: a}\n",
-        5,
-        "unknown option 'out' for validate",
-        "Known options",
-    ),
-    "build after optimize for cuda": (
-        HEAD + EXPORT + "  - optimize: {target: cuda}\n  - build: {capability: 8.9}\n",
-        6,
+    (recipe("export:\ntask: fill-mask\nout: notes"), "not an enginery artifact"),
+    (then("validate: {out: a}"), "unknown option 'out' for validate", "Known options"),
+    (
+        then("optimize: {target: cuda}", "build: {capability: 8.9}"),
         "TensorRT parses no graph for cuda",
         "target: tensorrt",
     ),
-    "build of INT8 for the CPU": (
-        HEAD + EXPORT + "  - quantize: {scheme: dynamic, target: cpu}\n"
-        "  - build: {capability: 8.9}\n",
-        6,
+    (
+        then("quantize: {scheme: dynamic, target: cpu}", "build: {capability: 8.9}"),
         "TensorRT parses no graph for cpu",
         "leave build out",
     ),
-    "optimize of FP16": (
-        HEAD + "  - export: {dtype: fp16}\n  - optimize\n",
-        5,
-        "optimize starts from fp32",
-        "leave dtype out",
-    ),
-    "quantize twice": (
-        HEAD + EXPORT + "  - quantize: {data: reviews.csv}\n  - validate\n"
-        "  - quantize: {data: reviews.csv}\n",
-        7,
+    (recipe("export: {dtype: fp16}", "optimize"), "optimize starts from fp32", "leave dtype out"),
+    (
+        then("quantize: {data: reviews.csv}", "validate", "quantize: {data: reviews.csv}"),
         "quantize is named twice",
         "Leave one out",
     ),
-    "publish without a validation": (
-        HEAD + EXPORT + "  - publish: {url: registry}\n",
-        5,
-        "without a validation",
-        "Put - validate before it",
-    ),
-    "publish of what was validated before it changed": (
-        HEAD + EXPORT + "  - validate\n  - optimize\n  - publish: {url: registry}\n",
-        7,
+    (then(PUBLISH), "without a validation", "Put - validate before it"),
+    (
+        then("validate", "optimize", PUBLISH),
         "publish follows optimize without a validation",
         "Put - validate before it",
     ),
-    "Triton without an engine": (
-        HEAD + EXPORT + "  - export-triton: {out: triton, backend: tensorrt}\n",
-        5,
+    (
+        then("export-triton: {out: triton, backend: tensorrt}"),
         "no stage builds one",
         "build: {flavor: tensorrt}",
     ),
-    "Triton with a provider that the artifact is not made for": (
-        HEAD + EXPORT + "  - quantize: {data: reviews.csv}\n"
-        "  - export-triton: {out: triton, provider: cuda}\n",
-        6,
+    (
+        then("quantize: {data: reviews.csv}", "export-triton: {out: triton, provider: cuda}"),
         "the artifact is int8, made for TensorRT",
         "Leave out --provider",
     ),
-    "KServe with INT8 and without an engine": (
-        HEAD + EXPORT + "  - quantize: {data: reviews.csv}\n"
-        "  - export-kserve: {out: k, storage_uri: s3://a/b, image: i}\n",
-        6,
+    (
+        then(
+            "quantize: {data: reviews.csv}",
+            "export-kserve: {out: k, storage_uri: s3://a/b, image: i}",
+        ),
         "no stage builds one",
         "build: {flavor: tensorrt}",
     ),
-    "KServe with the engine of another flavor": (
-        HEAD + EXPORT + "  - build: {flavor: tensorrt-rtx, capability: 8.9}\n"
-        "  - export-kserve: {out: k, storage_uri: s3://a/b, image: i, provider: tensorrt}\n",
-        6,
+    (
+        then(
+            "build: {flavor: tensorrt-rtx, capability: 8.9}",
+            "export-kserve: {out: k, storage_uri: s3://a/b, image: i, provider: tensorrt}",
+        ),
         "requires an engine of TensorRT, and no stage builds one",
         "build: {flavor: tensorrt}",
     ),
-    # options that do not go together, budgets, limits
-    "FP8 for a GPU without": (
-        HEAD + EXPORT + "  - quantize:\n      data: reviews.csv\n      scheme: fp8\n"
-        "      capability: 8.0\n",
-        8,
-        "no FP8 matrix products",
-    ),
-    "FP16 for the CPU": (
-        HEAD + EXPORT + "  - optimize:\n      precision: fp16\n      target: cpu\n",
-        7,
-        "option 'precision' is fp16 for the target cpu",
-    ),
-    "labels without a budget": (
-        HEAD + EXPORT + "  - quantize:\n      label_column: label\n      data: plain.csv\n",
-        6,
-        "without 'accuracy_budget'",
-    ),
-    "two ways of naming profiles": (
-        HEAD + EXPORT + "  - build:\n      capability: 8.9\n      data: reviews.csv\n"
-        "      profile: batch=1,sequence=8\n",
-        8,
+    (then("quantize:\ndata: reviews.csv\nscheme: fp8\ncapability: 8.0"), "no FP8 matrix products"),
+    (
+        then("build:\ncapability: 8.9\ndata: reviews.csv\nprofile: batch=1,sequence=8"),
         "several options set profiles",
     ),
-    "option of the other TensorRT": (
-        HEAD + EXPORT + "  - build:\n      capability: 8.9\n      profile: batch=1,sequence=8\n"
-        "      timing_cache: cache\n",
-        8,
+    (
+        then("build:\ncapability: 8.9\nprofile: batch=1,sequence=8\ntiming_cache: cache"),
         "has no effect in TensorRT for RTX",
     ),
-    "Triton's backend for the CPU": (
-        HEAD + EXPORT + "  - export-triton:\n      out: t\n      provider: cpu\n"
-        "      backend: tensorrt\n",
-        8,
-        "needs a GPU",
-    ),
-    "encoding": (
-        HEAD + EXPORT + "  - predict:\n      input: plain.csv\n      out: a.csv\n"
-        "      encoding: utf-99\n",
-        8,
+    (then("export-triton:\nout: t\nprovider: cpu\nbackend: tensorrt"), "needs a GPU"),
+    (
+        then("predict:\ninput: plain.csv\nout: a.csv\nencoding: utf-99"),
         "'encoding' is 'utf-99', expected an encoding",
     ),
-    "NUL": (HEAD + EXPORT + 'ask: "a\\0b"\n', 5, "NUL character"),
-    "no calibration": (HEAD + EXPORT + "  - quantize\n", 5, "no calibration inputs"),
-    "capability": (
-        HEAD + EXPORT + "  - build: {profile: 'batch=1,sequence=8',\n      capability: 9.9}\n",
-        6,
+    (HEAD + EXPORT + 'ask: "a\\0b"\n', "NUL character"),
+    (then("quantize"), "no calibration inputs"),
+    (
+        then("build: {profile: 'batch=1,sequence=8',\ncapability: 9.9}"),
         "does not build for compute capability '9.9'",
     ),
-    "level without fusions": (
-        HEAD + EXPORT + "  - optimize:\n      level: O3\n",
-        6,
-        "option 'level' is O3",
-    ),
-    "contender": (
-        HEAD + EXPORT + "  - bench:\n      against: pytorhc\n",
-        6,
-        "did you mean 'pytorch'?",
-    ),
-    "output of another kind": (
-        HEAD + EXPORT + "  - predict:\n      input: reviews.csv\n      out: a.xlsx\n",
-        7,
-        "has the suffix '.xlsx'",
-    ),
-    "option missing": (
-        HEAD + EXPORT + "  - predict: {input: reviews.csv}\n",
-        5,
-        "option 'out' for predict is missing",
-    ),
-    "dtype on the CPU": (
-        HEAD + "  - export:\n      dtype: bf16\n      exporter: optimum\n",
-        5,
-        "no BF16 kernels",
-    ),
-    # profiles
-    "profile that is none": (
-        HEAD + EXPORT + "  - validate:\n      rows: 8\n      profile: batch\n",
-        7,
-        "found 'batch', expected name=min:opt:max",
-    ),
-    "profile beyond the positions": (
-        HEAD + EXPORT + "  - validate:\n      profile: batch=1,sequence=1:8:5000\n",
-        6,
-        "the model's positions end at",
-    ),
-    "profile of an unknown dim": (
-        HEAD + EXPORT + "  - validate:\n      profile: batch=1,sequnce=8\n",
-        6,
-        "did you mean 'sequence'?",
-    ),
-    "shape of an unknown dim": (
-        HEAD + EXPORT + "  - bench:\n      shape: sequnce=3\n",
-        6,
-        "did you mean 'sequence'?",
-    ),
-    "sizes of profiles that are none": (
-        HEAD + EXPORT + "  - build:\n      capability: 8.9\n      data: reviews.csv\n"
-        "      batch: 8:1\n",
-        8,
+    (then("optimize:\nlevel: O3"), "option 'level' is O3"),
+    (then("bench:\nagainst: pytorhc"), "did you mean 'pytorch'?"),
+    (then("predict:\ninput: reviews.csv\nout: a.xlsx"), "has the suffix '.xlsx'"),
+    (then("predict: {input: reviews.csv}"), "option 'out' for predict is missing"),
+    (recipe("export:\ndtype: bf16  # here\nexporter: optimum"), "no BF16 kernels"),
+    (then("validate:\nrows: 8\nprofile: batch"), "found 'batch', expected name=min:opt:max"),
+    (then("validate:\nprofile: batch=1,sequence=1:8:5000"), "the model's positions end at"),
+    (then("validate:\nprofile: batch=1,sequnce=8"), "did you mean 'sequence'?"),
+    (then("bench:\nshape: sequnce=3"), "did you mean 'sequence'?"),
+    (
+        then("build:\ncapability: 8.9\ndata: reviews.csv\nbatch: 8:1"),
         "expected min:opt:max or one size",
     ),
-    "bench beyond the positions": (
-        HEAD + EXPORT + "  - bench:\n      sequence: 16,5000\n",
-        6,
-        "the model's positions end at",
-    ),
-    "no profile": (HEAD + EXPORT + "  - build: {capability: 8.9}\n", 5, "build has no profile"),
-    # providers
-    "provider": (
-        HEAD + EXPORT + "  - validate:\n      providers: cudaa\n",
-        6,
-        "did you mean 'cuda'?",
-    ),
-    "provider that this machine cannot have": (
-        HEAD + EXPORT + "  - validate:\n      providers: acl\n",
-        6,
-        "is built without it",
-    ),
-    "provider option": (
-        HEAD + EXPORT + "  - validate:\n      providers:\n        - cpu\n"
-        "        - cuda: {devise_id: 0}\n",
-        8,
-        "did you mean 'device_id'?",
-    ),
-    "provider option of another": (
-        HEAD
-        + EXPORT
-        + "  - bench:\n      providers: cpu\n      provider_option: cuda.device_id=0\n",
-        7,
-        "which is not requested",
-    ),
-    "CUDA graph on the CPU": (
-        HEAD + EXPORT + "  - predict: {input: reviews.csv, out: a.csv, providers: cpu,\n"
-        "      cuda_graph: true}\n",
-        6,
+    (then("bench:\nsequence: 16,5000"), "the model's positions end at"),
+    (then("build: {capability: 8.9}"), "build has no profile"),
+    (then("validate:\nproviders: acl"), "is built without it"),
+    (then("bench:\nproviders: cpu\nprovider_option: cuda.device_id=0"), "which is not requested"),
+    (
+        then("predict: {input: reviews.csv, out: a.csv, providers: cpu,\ncuda_graph: true}"),
         "cpu has no CUDA graphs",
     ),
-    "CUDA graph by the provider's own option": (
-        HEAD + EXPORT + "  - validate:\n      providers: [{cuda: {enable_cuda_graph: true}}]\n",
-        6,
+    (
+        then("validate:\nproviders: [{cuda: {enable_cuda_graph: true}}]"),
         "'enable_cuda_graph' for cuda is set by itself",
     ),
-    # model and task
-    "task": (
-        HEAD + "  - export:\n      task: text-clasification\n",
-        5,
-        "did you mean 'text-classification'?",
-    ),
-    "model that is not there": (
-        "model: ./models\nstages: [export]\n",
-        1,
-        "no such directory or file",
-    ),
-    "file that is no ONNX": ("model: ./fake.onnx\nstages: [export]\n", 1, "is not an ONNX model"),
-    "model without weights": ("out: out\nmodel: ./empty\nstages: [export]\n", 2, "has no weights"),
-    "model with pickled weights alone": (
-        "model: ./pickled\nstages: [export]\n",
-        1,
-        "only pickled weights",
-    ),
-    "package that is not there": (
-        "model: package:no_such_package\nstages: [export]\n",
-        1,
-        "is not installed",
-    ),
-    "directory without a model": ("model: ./photos\nstages: [export]\n", 1, "has no config.json"),
-    "two revisions": (
-        "model: org/name@v1\nstages:\n  - export: {revision: v2}\n",
-        3,
-        "but the model is",
-    ),
-    "pairs for a model of single texts": (
-        HEAD + "  - export: {task: token-classification}\n  - predict:\n      input: plain.csv\n"
-        "      out: a.csv\n      pair_column: other\n",
-        8,
+    (recipe("export:\ntask: text-clasification"), "did you mean 'text-classification'?"),
+    ("model: ./models  # here\nstages: [export]\n", "no such directory or file"),
+    ("model: ./fake.onnx  # here\nstages: [export]\n", "is not an ONNX model"),
+    ("out: out\nmodel: ./empty  # here\nstages: [export]\n", "has no weights"),
+    ("model: package:no_such_package  # here\nstages: [export]\n", "is not installed"),
+    ("model: ./photos  # here\nstages: [export]\n", "has no config.json"),
+    ("model: org/name@v1\nstages:\n  - export: {revision: v2}\n", "but the model is"),
+    (
+        recipe(
+            "export: {task: token-classification}",
+            "predict:\ninput: plain.csv\nout: a.csv\npair_column: other",
+        ),
         "option 'pair_column' is 'other', but the model does token-classification",
     ),
-    "images for a model of texts": (
-        HEAD + EXPORT + "  - bench:\n      images: photos\n",
-        6,
-        "the model's task is text-class",
-    ),
-    # files and columns
-    "out in a file": (
-        "model: ./model\nout: reviews.csv/out\nstages: [export]\n",
-        2,
-        "reviews.csv is a file",
-    ),
-    "output that is a directory": (
-        HEAD + EXPORT + "  - predict:\n      input: plain.csv\n      out: folder.csv\n",
-        7,
-        "is a directory, expected a file",
-    ),
-    "directory that is a file": (
-        HEAD + EXPORT + "  - export-triton:\n      provider: cpu\n      out: plain.csv\n",
-        7,
-        "is a file, expected a directory",
-    ),
-    "a name too long for a file": (
-        HEAD + EXPORT + f"  - validate:\n      data: {'x' * 3000}\n",
-        6,
-        "File name too long",
-    ),
-    "not UTF-8": (HEAD + EXPORT + "  - validate:\n      data: latin.csv\n", 6, "cannot be read"),
-    "column of the question": (
-        HEAD + "  - export: {task: question-answering}\n  - predict:\n      input: plain.csv\n"
-        "      out: a.csv\n      question_column: q\n",
-        8,
-        "has no column 'q'",
-    ),
-    "out that is somebody else's": (
-        "model: ./model\nout: notes\nstages: [export]\n",
-        2,
-        "not an enginery artifact",
-    ),
-    "data that are not there": (
-        HEAD + EXPORT + "  - validate:\n      rows: 8\n      data: review.csv\n",
-        7,
-        "no such file or folder",
-    ),
-    "column": (
-        HEAD + EXPORT + "  - validate:\n      data: reviews.csv\n      column: texts\n",
-        7,
+    (then("bench:\nimages: photos"), "the model's task is text-class"),
+    ("model: ./model\nout: reviews.csv/out  # here\nstages: [export]\n", "reviews.csv is a file"),
+    (then("predict:\ninput: plain.csv\nout: folder.csv"), "is a directory, expected a file"),
+    (then("export-triton:\nprovider: cpu\nout: plain.csv"), "is a file, expected a directory"),
+    (then("validate:\ndata: " + "x" * 3000), "File name too long"),
+    (then("validate:\ndata: latin.csv"), "cannot be read"),
+    ("model: ./model\nout: notes  # here\nstages: [export]\n", "not an enginery artifact"),
+    (then("validate:\nrows: 8\ndata: review.csv"), "no such file or folder"),
+    (
+        then("validate:\ndata: reviews.csv\ncolumn: texts"),
         "has no column 'texts'; did you mean 'text'?",
     ),
-    "label column": (
-        HEAD + EXPORT + "  - quantize:\n      data: reviews.csv\n      accuracy_budget: 1%\n"
-        "      label_column: labels\n",
-        8,
+    (
+        then("quantize:\ndata: reviews.csv\naccuracy_budget: 1%\nlabel_column: labels"),
         "has no column 'labels'",
     ),
-    "separator": (
-        HEAD + EXPORT + "  - bench:\n      data: semicolons.csv\n",
-        6,
-        "has no column 'text'",
-    ),
-    "texts for a model of images": (
-        HEAD + IMAGES + "  - validate:\n      data: reviews.csv\n",
-        6,
+    (
+        recipe("export: {task: image-classification}", "validate:\ndata: reviews.csv"),
         "expected a folder of images",
     ),
-    "no images": (HEAD + IMAGES + "  - bench:\n      images: photos\n", 6, "has no images"),
-    "ranges": (
-        HEAD + EXPORT + "  - quantize:\n      ranges: nowhere\n",
-        6,
-        "expected a ranges.json",
-    ),
-    "column of the input": (
-        HEAD + EXPORT + "  - predict:\n      input: reviews.csv\n      out: a.csv\n"
-        "      column: review\n",
-        8,
-        "has no column 'review'",
-    ),
-    "column that the answer has": (
-        HEAD + EXPORT + "  - predict:\n      out: a.csv\n      input: predicted.csv\n",
-        7,
+    (recipe("export: {task: image-classification}", "bench:\nimages: photos"), "has no images"),
+    (then("quantize:\nranges: nowhere"), "expected a ranges.json"),
+    (then("predict:\ninput: reviews.csv\nout: a.csv\ncolumn: review"), "has no column 'review'"),
+    (
+        then("predict:\nout: a.csv\ninput: predicted.csv"),
         "has a column 'predicted_label', and the prediction",
     ),
-    "option that the task does not take": (
-        HEAD + EXPORT + "  - predict:\n      input: reviews.csv\n      out: a.csv\n"
-        "      top_k: 20000\n",
-        8,
-        "top_k",
-    ),
-    "task of sound": (
-        HEAD + "  - export: {task: audio-xvector}\n"
-        "  - predict:\n      input: reviews.csv\n      out: a.csv\n",
-        5,
+    (then("predict:\ninput: reviews.csv\nout: a.csv\ntop_k: 20000"), "top_k"),
+    (
+        recipe("export: {task: audio-xvector}", "predict:  # here\ninput: reviews.csv\nout: a.csv"),
         "predict follows an export for audio-xvector",
     ),
-    "input that would be overwritten": (
-        HEAD + EXPORT + "  - predict:\n      input: reviews.csv\n      out: ./reviews.csv\n",
-        7,
+    (
+        then("predict:\ninput: reviews.csv\nout: ./reviews.csv"),
         "is the input, which is never overwritten",
     ),
-    "standard input of no format": (
-        HEAD + EXPORT + "  - predict: {input: '-', out: a.csv}\n",
-        5,
-        "standard input has no su",
-    ),
-    "task that is not answered": (
-        HEAD + "  - export: {task: multiple-choice}\n"
-        "  - predict: {input: reviews.csv, out: a.csv}\n",
-        5,
-        "predict follows an export for",
-    ),
-    # addresses
-    "scheme": (
-        HEAD + EXPORT + "  - validate\n  - publish:\n      url: htp://a\n",
-        7,
-        "unknown scheme 'htp'",
-    ),
-    "address of the Hub": (
-        HEAD + EXPORT + "  - validate\n  - publish:\n      url: hf://a b/c\n",
-        7,
-        "expected hf://org/name",
-    ),
-    "registry that is an artifact's": (
-        HEAD + EXPORT + "  - validate\n  - publish:\n      url: reviews.csv\n",
-        7,
-        "is a file, expected a folder",
-    ),
-    "storage": (
-        HEAD + EXPORT + "  - export-kserve:\n      out: k\n      image: i\n"
-        "      storage_uri: s4://a/b\n",
-        8,
-        "unknown scheme 's4'",
-    ),
-}
+    (then("predict: {input: '-', out: a.csv}"), "standard input has no su"),
+    (then("validate", "publish:\nurl: hf://a b/c"), "expected hf://org/name"),
+    (then("validate", "publish:\nurl: reviews.csv"), "is a file, expected a folder"),
+    (then("export-kserve:\nout: k\nimage: i\nstorage_uri: s4://a/b"), "unknown scheme 's4'"),
+]
 
 
-@pytest.mark.parametrize("case", BROKEN)
+@pytest.mark.parametrize("case", BROKEN, ids=lambda case: case[1])
 def test_file_line_problem_and_remedy_are_named_and_nothing_has_run(
     case, beside, tmp_path, monkeypatch
 ):
-    text, line, problem, *remedy = BROKEN[case]
+    text, problem, *remedy = case
+    lines = text.splitlines()
+    line = next((n for n, words in enumerate(lines, 1) if "# here" in words), len(lines))
     path = beside / "recipe.yaml"
     path.write_text(text)
     home = tmp_path / "home"

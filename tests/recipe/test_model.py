@@ -26,6 +26,7 @@ ask: ["What a day."]
 def error(text, name="recipe.yaml"):
     with pytest.raises(RecipeError) as caught:
         Recipe.parse(text, name)
+    assert caught.value.do
     return str(caught.value)
 
 

@@ -113,7 +113,7 @@ def test_stages_take_the_artifact_that_they_name_and_leave_copies(write, tmp_pat
     result = run_recipe(path)
     assert result.passed, result.failure
     assert [stage.artifact.manifest.precision for stage in result.stages] == [
-        *("fp32", "fp32", "fp16", "fp16", "int8", "int8", "fp16", "fp16", "fp32"),
+        *("fp32", "fp32", "fp16", "fp16", "int8", "int8", "fp16", "fp16", "fp32")
     ]
     for name, precision in (("fp16", "fp16"), ("int8", "int8"), ("last", "fp32")):
         copy = Artifact.open(tmp_path / name, verify=True)
@@ -124,7 +124,7 @@ def test_stages_take_the_artifact_that_they_name_and_leave_copies(write, tmp_pat
     assert Artifact.open(tmp_path / "registry/half/1").manifest.precision == "fp16"
     hub = Path(result.stages[-1].output.url.removeprefix("file://"))
     assert {path.name for path in (hub / "onnx").iterdir()} == {
-        *("model.onnx", "model_fp16.onnx", "model_quantized.onnx"),
+        *("model.onnx", "model_fp16.onnx", "model_quantized.onnx")
     }
     assert not any(worked(run_recipe(path))[name] for name in ("optimize", "quantize", "publish"))
 
@@ -133,9 +133,7 @@ def test_stages_take_the_artifact_that_they_name_and_leave_copies(write, tmp_pat
 def test_copy_of_an_artifact_that_failed_is_marked_as_failed(write, tmp_path, monkeypatch):
     monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))  # others use the store's artifact
     path = write(
-        "validate: {max_abs_error: 1e-30}",
-        "optimize: {target: cuda, out: fused}",
-        out="out",
+        "validate: {max_abs_error: 1e-30}", "optimize: {target: cuda, out: fused}", out="out"
     )
     result = run_recipe(path)
     assert not result.passed

@@ -10,11 +10,7 @@ from numpy.typing import NDArray
 
 from enginery.runtime.model import Model
 from enginery.runtime.tasks.results import Result
-from enginery.runtime.tasks.task import (
-    Arrays,
-    ModelInputs,
-    Row,
-)
+from enginery.runtime.tasks.task import Arrays, ModelInputs, Row
 from enginery.runtime.tasks.text import TextOptions, TextTask
 
 

@@ -38,8 +38,7 @@ def artifacts(tmp_path_factory):
 
 @pytest.mark.more
 @pytest.mark.parametrize(
-    "kind",
-    [pytest.param(k, marks=pytest.mark.slow if k in SLOW else ()) for k in KINDS],
+    "kind", [pytest.param(k, marks=pytest.mark.slow if k in SLOW else ()) for k in KINDS]
 )
 def test_real_inputs_are_compared(kind, artifacts):
     report = validate_model(artifacts(kind), effort="quick")

@@ -103,11 +103,7 @@ def test_other_outputs_have_no_boxes(outputs):
 
 @pytest.mark.parametrize(
     ("found", "f1"),
-    [
-        (yolov8(shift=3.0), 1.0),
-        (yolov8(shift=30.0), 0.0),
-        (yolov8(score=0.1), 0.0),
-    ],
+    [(yolov8(shift=3.0), 1.0), (yolov8(shift=30.0), 0.0), (yolov8(score=0.1), 0.0)],
     ids=["near", "far", "below the score"],
 )
 def test_f1_of_the_boxes(found, f1):

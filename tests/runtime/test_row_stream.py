@@ -103,11 +103,7 @@ def test_input_that_fails_ends_its_window_alone():
         "",
     ]
     assert done[3].outputs().tolist() == [[12]]
-    assert batches.runs == [
-        [2, 1],
-        [13, 12],
-        [6],
-    ]  # not the rest of a failed window
+    assert batches.runs == [[2, 1], [13, 12], [6]]  # not the rest of a failed window
 
 
 def test_feeds_that_fail_end_their_window_alone():

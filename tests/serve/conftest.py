@@ -84,7 +84,10 @@ class Running:
         url = f"{path}?{query}" if query else path
         return seen(self.client.request(method, url, content=data, headers=headers))
 
-    def close(self):
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
         self.client.close()
         self._server.should_exit = True
         self._thread.join(60)
@@ -106,18 +109,16 @@ def seen(response):
 @pytest.fixture(scope="session")
 def running(tiny_paths):
     """All tasks on one server."""
-    server = Running(tiny_paths(*TINY), ServeConfig(max_inputs=64, access_log="off"))
-    yield server
-    server.close()
+    with Running(tiny_paths(*TINY), ServeConfig(max_inputs=64, access_log="off")) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
 def running_one(tiny_paths):
     """One model that embeds, on a server with a key."""
     config = ServeConfig(max_inputs=64, access_log="off")
-    server = Running(tiny_paths("vectors"), config, keys=(b"s3cret",))
-    yield server
-    server.close()
+    with Running(tiny_paths("vectors"), config, keys=(b"s3cret",)) as server:
+        yield server
 
 
 @pytest.fixture

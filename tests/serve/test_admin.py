@@ -68,13 +68,10 @@ def validated(source, directory, *, passed):
 )
 def test_health_has_the_validation_verdict(tiny_paths, tmp_path, passed, verdict):
     path = validated(tiny_paths("mood")["mood"], tmp_path / "mood", passed=passed)
-    server = Running({"mood": path}, ServeConfig(allow_failed=True, access_log="off"))
-    try:
+    with Running({"mood": path}, ServeConfig(allow_failed=True, access_log="off")) as server:
         assert server("GET", "/health").json["models"]["mood"]["verdict"] == verdict
         assert server("GET", "/info").json["models"][0]["verdict"] == verdict
         assert server("GET", "/models/mood/info").json["verdict"] == verdict
-    finally:
-        server.close()
 
 
 def test_source_path_is_not_revealed(running):
@@ -109,14 +106,11 @@ def test_example_of_a_model_of_another_task_is_its_tensors(tiny_paths, tmp_path)
     path = shutil.copytree(tiny_paths("mood")["mood"], tmp_path / "raw")
     manifest = Artifact.open(path).manifest.model_copy(update={"task": "audio-xvector"})
     (path / "manifest.json").write_bytes(manifest.to_bytes())
-    server = Running({"raw": path}, ServeConfig(access_log="off"))
-    try:
+    with Running({"raw": path}, ServeConfig(access_log="off")) as server:
         (found,) = server("GET", "/info").json["models"]
         assert found["fields"] == []
         assert {tensor["datatype"] for tensor in found["example"]["inputs"]} == {"INT64"}
         assert server("POST", "/v2/models/raw/infer", found["example"]).status == 200
-    finally:
-        server.close()
 
 
 def test_info_of_one_model_is_found_by_its_name(running):

@@ -387,25 +387,22 @@ def test_disconnect_cancels_the_request():
     assert cancelled == [["warm"]]
 
 
-def test_cancellation_by_the_server_is_not_a_disconnect():
-    async def run():
-        buffer = BufferBody(lambda *_: asyncio.sleep(60), BodyBudget(ServeConfig()))
-        scope = scope_of()
-        scope["state"]["record"] = RequestRecord(
-            request_id="1", method="POST", path="/", client="", started=0.0
-        )
-        messages = [chunk(b"{}")]
+async def test_cancellation_by_the_server_is_not_a_disconnect():
+    buffer = BufferBody(lambda *_: asyncio.sleep(60), BodyBudget(ServeConfig()))
+    scope = scope_of()
+    scope["state"]["record"] = RequestRecord(
+        request_id="1", method="POST", path="/", client="", started=0.0
+    )
+    messages = [chunk(b"{}")]
 
-        async def receive():
-            return messages.pop() if messages else await asyncio.Future()
+    async def receive():
+        return messages.pop() if messages else await asyncio.Future()
 
-        task = asyncio.create_task(buffer(scope, receive, None))
-        await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(run())
+    task = asyncio.create_task(buffer(scope, receive, None))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 # Under any ASGI server
@@ -498,28 +495,11 @@ STRANGE = [
     b'{"inputs": 1e400}',
     b'{"inputs": ' + b"9" * 400 + b"}",
     b'{"inputs": "a\x00"}',
-    b'{"inputs": null}',
     b"{}",
     b'{"\\u0000": 1}',
-    b'{"inputs": [[[]]]}',
-    b'{"inputs": {"a": {}}}',
-    b'{"inputs": [true]}',
-    b'{"inputs": [1.5]}',
-    b'{"inputs": [-1]}',
-    b'{"inputs": [99999999]}',
-    b'{"inputs": [["a", "b", "c"]]}',
-    b'{"inputs": ["a", 1]}',
-    b'{"inputs": "3", "truncate": "yes"}',
-    b'{"inputs": "a", "parameters": []}',
     b'{"inputs": [18446744073709551616]}',
     b"\x00" * 1000,
-    b'{"inputs": "a", "dimensions": "4"}',
-    b'{"inputs": "a", "dimensions": 0}',
-    b'{"inputs": ""}',
     b'{"inputs": "a", "dimensions": 1e3}',
-    b'{"input": []}',
-    b'{"input": "a", "encoding_format": 3}',
-    b'{"input": "a", "model": 3}',
     b'{"inputs": [{"name": 3}]}',
     b'{"inputs": "a", "inputs": [{"name": "text"}]}',
     b'{"ids": [-1]}',

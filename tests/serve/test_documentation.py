@@ -48,11 +48,10 @@ CURLS = [command for command in commands("curl") if "/v1/audio/" not in command]
 @pytest.fixture(scope="module")
 def served(tiny_paths):
     paths = tiny_paths(*MODELS.values())
-    server = Running(
+    with Running(
         {name: paths[tiny] for name, tiny in MODELS.items()}, ServeConfig(access_log="off")
-    )
-    yield server
-    server.close()
+    ) as server:
+        yield server
 
 
 def test_commands_name_the_models_of_the_documented_server():

@@ -129,24 +129,20 @@ def test_many_streams_do_not_wait_for_the_event_loop():
     assert sum(steps) >= 12 * (TOKENS - 1)  # each step is counted
 
 
-def test_pieces_are_passed_on_after_a_step_could_not_be_counted():
+async def test_pieces_are_passed_on_after_a_step_could_not_be_counted():
     class Broken(list):
         def append(self, _):
             raise ValueError("a bug")
 
-    async def scenario():
-        loop, failures = asyncio.get_running_loop(), []
-        loop.set_exception_handler(lambda _, context: failures.append(context["exception"]))
-        scheduler = open_scheduler(Decoder(), loop, Broken())
-        async for _ in scheduler.steps([entry()], Timings()):
-            pass
-        await asyncio.sleep(0.05)
-        is_sent = scheduler._is_sent
-        scheduler.close(drain=True)
-        assert await asyncio.to_thread(scheduler.join, 10)
-        return is_sent, failures
-
-    is_sent, failures = asyncio.run(scenario())
+    loop, failures = asyncio.get_running_loop(), []
+    loop.set_exception_handler(lambda _, context: failures.append(context["exception"]))
+    scheduler = open_scheduler(Decoder(), loop, Broken())
+    async for _ in scheduler.steps([entry()], Timings()):
+        pass
+    await asyncio.sleep(0.05)
+    is_sent = scheduler._is_sent
+    scheduler.close(drain=True)
+    assert await asyncio.to_thread(scheduler.join, 10)
     assert is_sent
     assert {type(error) for error in failures} == {ValueError}
 

@@ -54,7 +54,7 @@ def chooser(tiny_model, tmp_path_factory, session_home):
 
 @pytest.fixture(scope="module")
 def running(detector, segmenter, chooser, tiny_paths):
-    server = Running(
+    with Running(
         {
             "clip": chooser.path,
             "cars": detector.path,
@@ -62,9 +62,8 @@ def running(detector, segmenter, chooser, tiny_paths):
             **tiny_paths("photos"),
         },
         ServeConfig(access_log="off", max_inputs=4),
-    )
-    yield server
-    server.close()
+    ) as server:
+        yield server
 
 
 @pytest.fixture

@@ -147,15 +147,12 @@ def test_ids_of_another_tokenizer_are_an_error_that_names_the_cause(running):
 )
 def test_token_ids_are_rejected_if_the_server_takes_none(path, field, status, tiny_paths):
     config = ServeConfig(access_log="off", token_ids=False)
-    server = Running(tiny_paths("vectors"), config)
-    try:
+    with Running(tiny_paths("vectors"), config) as server:
         found = server("POST", path, {field: ["a", [5, 6]]})
         assert found.status == status
         words = json.dumps(found.json)
         assert "input 1 is a list of token ids, which this server does not take" in words
         assert server("POST", path, {field: ["a", "b"]}).status == 200
-    finally:
-        server.close()
 
 
 def test_unknown_model_is_not_replaced_by_the_only_one():

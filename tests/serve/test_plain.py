@@ -409,8 +409,7 @@ def test_new_task_works_on_task_independent_routes(tiny_paths, tmp_path, monkeyp
     counted = source.manifest.model_copy(update={"task": "token-counting"})
     commit_artifact(tmp_path / "counting", counted)
     monkeypatch.setitem(TASKS, Count.verb, Count)
-    server = Running({"counting": tmp_path / "counting"}, ServeConfig(access_log="off"))
-    try:
+    with Running({"counting": tmp_path / "counting"}, ServeConfig(access_log="off")) as server:
         body = {"inputs": ["The engine is warm.", "a"], "parameters": {"vowels": "e"}}
         found = server("POST", "/predict/counting", body)
         assert found.status == 200, found.json
@@ -428,5 +427,3 @@ def test_new_task_works_on_task_independent_routes(tiny_paths, tmp_path, monkeyp
         assert server("GET", "/models/counting/info").json["method"] == "count"
         refused = server("POST", "/embed", {"inputs": "a"}).json["error"]
         assert "It counts tokens and vowels: POST /predict/counting." in refused
-    finally:
-        server.close()

@@ -271,7 +271,7 @@ def test_accepted_requests_wait_no_longer_than_the_maximum_at_twice_the_capacity
     assert len(waits) * 0.023 > 0.8 * 60  # and the worker has no less to do
 
 
-def test_scheduler_reports_backlog_and_wait_to_the_queue():
+async def test_scheduler_reports_backlog_and_wait_to_the_queue():
     learned, began, free = [], threading.Event(), threading.Event()
 
     def work(batch):
@@ -279,56 +279,46 @@ def test_scheduler_reports_backlog_and_wait_to_the_queue():
         free.wait(30)
         return [0] * len(batch)
 
-    async def run():
-        queue = BatchQueue(RULES, max_rows=8, max_tokens=1000, max_wait_seconds=10)
-        scheduler = BatchScheduler(
-            queue,
-            work,
-            asyncio.get_running_loop(),
-            WorkerOptions(1),
-            on_batch=lambda _: None,
-        )
-        queue.seconds_per_token = 0.5
-        queue.observe_wait = lambda work, waited: learned.append((work, waited))
-        requests = [asyncio.ensure_future(scheduler.run(rows("a", 8), Timings()))]
-        while not began.is_set():
-            await asyncio.sleep(0.01)
-        requests.append(asyncio.ensure_future(scheduler.run(rows("b", 8, 8), Timings())))
-        requests.append(asyncio.ensure_future(scheduler.run(rows("c", 64), Timings())))
-        await asyncio.sleep(0.3)
-        free.set()
-        await asyncio.gather(*requests)
-        scheduler.close(drain=True)
-
-    asyncio.run(run())
+    queue = BatchQueue(RULES, max_rows=8, max_tokens=1000, max_wait_seconds=10)
+    scheduler = BatchScheduler(
+        queue, work, asyncio.get_running_loop(), WorkerOptions(1), on_batch=lambda _: None
+    )
+    queue.seconds_per_token = 0.5
+    queue.observe_wait = lambda work, waited: learned.append((work, waited))
+    requests = [asyncio.ensure_future(scheduler.run(rows("a", 8), Timings()))]
+    while not began.is_set():
+        await asyncio.sleep(0.01)
+    requests.append(asyncio.ensure_future(scheduler.run(rows("b", 8, 8), Timings())))
+    requests.append(asyncio.ensure_future(scheduler.run(rows("c", 64), Timings())))
+    await asyncio.sleep(0.3)
+    free.set()
+    await asyncio.gather(*requests)
+    scheduler.close(drain=True)
     assert sorted(work for work, _ in learned) == [0.0, 0.0, 8.0]
     waited = max(learned)[1]
     assert 0.3 <= waited < 30
 
 
-def test_rest_of_an_admitted_request_is_not_rejected():
+async def test_rest_of_an_admitted_request_is_not_rejected():
     gate = threading.Event()
-
-    async def run():
-        scheduler = BatchScheduler(
-            BatchQueue(RULES, max_rows=40, max_tokens=10_000, max_wait_seconds=1e9),
-            lambda batch: [gate.wait(30) and 0] * len(batch),
-            asyncio.get_running_loop(),
-            WorkerOptions(1),
-            on_batch=lambda _: None,
-        )
-        admitted = asyncio.ensure_future(scheduler.run(rows("list", *[8] * 60), Timings()))
-        await asyncio.sleep(0)  # its first part is in the queue, the others are not
-        assert 0 < scheduler.queue.rows < 60
-        scheduler.queue.max_rows = 0
-        with pytest.raises(OverloadedError):
-            await scheduler.run(rows("other", 8), Timings())
-        gate.set()
-        found = await asyncio.wait_for(admitted, 30)
-        scheduler.close(drain=True)
-        return found
-
-    assert asyncio.run(run()) == [0] * 60
+    scheduler = BatchScheduler(
+        BatchQueue(RULES, max_rows=40, max_tokens=10_000, max_wait_seconds=1e9),
+        lambda batch: [gate.wait(30) and 0] * len(batch),
+        asyncio.get_running_loop(),
+        WorkerOptions(1),
+        on_batch=lambda _: None,
+    )
+    admitted = asyncio.ensure_future(scheduler.run(rows("list", *[8] * 60), Timings()))
+    await asyncio.sleep(0)  # its first part is in the queue, the others are not
+    assert 0 < scheduler.queue.rows < 60
+    scheduler.queue.max_rows = 0
+    with pytest.raises(OverloadedError):
+        await scheduler.run(rows("other", 8), Timings())
+    gate.set()
+    found = await asyncio.wait_for(admitted, 30)
+    scheduler.close(drain=True)
+    result = found
+    assert result == [0] * 60
 
 
 def test_too_many_tokens_are_refused():

@@ -70,27 +70,24 @@ def test_other_tasks_are_not(exported):
     assert quick_characters(None) == 0
 
 
-def test_short_requests_take_no_thread_and_long_ones_do(exported):
+async def test_short_requests_take_no_thread_and_long_ones_do(exported):
     path = exported("bert", "feature-extraction").path
+    model = LocalModel("m", path, ServeConfig(), asyncio.get_running_loop())
+    await asyncio.to_thread(model.load)
+    threads = []
+    preprocess = type(model.task).preprocess
 
-    async def scenario():
-        model = LocalModel("m", path, ServeConfig(), asyncio.get_running_loop())
-        await asyncio.to_thread(model.load)
-        threads = []
-        preprocess = type(model.task).preprocess
+    class Watched(type(model.task)):
+        def preprocess(self, inputs, options):
+            threads.append(threading.current_thread() is threading.main_thread())
+            return preprocess(self, inputs, options)
 
-        class Watched(type(model.task)):
-            def preprocess(self, inputs, options):
-                threads.append(threading.current_thread() is threading.main_thread())
-                return preprocess(self, inputs, options)
-
-        task = model.task
-        task.__class__ = Watched
-        try:
-            for inputs in (["a"], ["a"] * 8, ["a"] * 9, ["a" * 512], ["a" * 513]):
-                await model.infer(task, inputs, task.Options())
-        finally:
-            await model.close(drain=False)
-        return threads
-
-    assert asyncio.run(scenario()) == [True, True, False, True, False]
+    task = model.task
+    task.__class__ = Watched
+    try:
+        for inputs in (["a"], ["a"] * 8, ["a"] * 9, ["a" * 512], ["a" * 513]):
+            await model.infer(task, inputs, task.Options())
+    finally:
+        await model.close(drain=False)
+    found = threads
+    assert found == [True, True, False, True, False]

@@ -21,13 +21,8 @@ from enginery.serve.config import ServeConfig, check_options
 from enginery.serve.http.parent import restart_delay_seconds
 from enginery.serve.http.sockets import bind
 from enginery.serve.server import LineFormatter, log_config
-from tests.serve.processes import (
-    GET,
-    gone,
-    one_answer,
-    received,
-    wait_until,
-)
+from tests.serve.processes import GET, gone, one_answer, received, wait_until
+from tests.serve.test_service import HEAVY
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes of POSIX")
 
@@ -192,18 +187,7 @@ def test_parent_is_small_and_imports_nothing_heavy(start):
     # A worker is a fork of the parent, and this one has imported nothing since.
     modules = set(server.get("modules").text.split())
     assert "uvicorn" in modules
-    assert not modules & {
-        "numpy",
-        "onnxruntime",
-        "tokenizers",
-        "pydantic",
-        "prometheus_client",
-        "orjson",
-        "PIL",
-        "opentelemetry",
-        "starlette",
-        "rich",
-    }
+    assert not modules & HEAVY
     assert server.end()[0] == 0
 
 
@@ -288,9 +272,6 @@ def test_lines_are_text_or_json(record):
 
 @pytest.mark.parametrize("quiet", [False, True])
 def test_quiet_logs_only_errors(quiet, capfd):
-    import subprocess
-    import sys
-
     code = (
         "import logging, logging.config\n"
         "from enginery.serve.server import log_config\n"

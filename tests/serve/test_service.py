@@ -21,15 +21,20 @@ import pytest
 
 from enginery import publish_model
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.artifact.manifest import Verdict
 from enginery.core.errors import ArtifactError, OptionError
 from enginery.publish.config import PublishConfig
 from enginery.serve.config import ServeConfig, named_paths
 from enginery.serve.models.loading import load
 from enginery.serve.models.registry import ModelRegistry
 from enginery.serve.server import serve_models
+from tests.core.artifacts import verdict
 
 WAIT = 60
+HEAVY = {
+    *("numpy", "onnxruntime", "tokenizers", "pydantic", "prometheus_client", "orjson"),
+    *("PIL", "opentelemetry", "starlette", "rich"),
+}
+"""Packages that the parent of the worker processes does not import."""
 
 
 class Server:
@@ -140,20 +145,7 @@ def test_the_parent_imports_nothing_heavy(exported):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     modules = set(done.stdout.split())
     assert "enginery.serve.http.parent" in modules
-    assert not modules & {
-        "numpy",
-        "onnxruntime",
-        "tokenizers",
-        "pydantic",
-        "prometheus_client",
-        "orjson",
-        "PIL",
-        "opentelemetry",
-        "starlette",
-        "rich",
-        "pyarrow",
-        "psutil",
-    }
+    assert not modules & {*HEAVY, "pyarrow", "psutil"}
 
 
 @pytest.mark.more
@@ -203,18 +195,8 @@ def test_failed_reload_is_logged_once_as_an_error(tiny_paths, tmp_path):
 def test_failed_validation_is_a_warning_and_missing_one_is_logged(tiny_paths, tmp_path):
     paths = tiny_paths("vectors", "mood")
     shutil.copytree(paths["vectors"], tmp_path / "bad")
-    Artifact.open(tmp_path / "bad").annotate(
-        Verdict(
-            stage="validate",
-            key="k",
-            fields={},
-            passed=False,
-            finished="",
-            summary="1 of 9 cases differs.",
-            report="reports/validation.json",
-        ),
-        b"{}",
-    )
+    bad = Artifact.open(tmp_path / "bad")
+    bad.annotate(verdict(bad, passed=False, summary="1 of 9 cases differs."), b"{}")
     given = (tmp_path / "bad", f"new={paths['mood']}")
     with serving(*given, options=("--allow-failed",)) as server:
         server.says(
@@ -279,6 +261,12 @@ def test_log_has_the_status_of_requests_cancelled_by_the_server(tiny_paths):
     assert next(line["request_id"] for line in log if line["status"] == 413) == "large"
 
 
+def run_serve(path, *options):
+    """Run a server that ends by itself."""
+    words = [sys.executable, "-m", "enginery", "serve", str(path), "--port", "0", *options]
+    return subprocess.run(words, capture_output=True, text=True, timeout=WAIT, check=False)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -287,64 +275,30 @@ def test_log_has_the_status_of_requests_cancelled_by_the_server(tiny_paths):
     ],
 )
 def test_invalid_provider_is_rejected_before_listening(tiny_paths, options, message):
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "enginery",
-            "serve",
-            str(tiny_paths("vectors")["vectors"]),
-            "--port",
-            "0",
-            *options,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=WAIT,
-        check=False,
-    )
+    done = run_serve(tiny_paths("vectors")["vectors"], *options)
     assert done.returncode == 2
     assert message in done.stderr
     assert "listening" not in done.stderr
 
 
-def test_garbage_collection_is_enabled_once_models_are_loaded(exported):
-    async def scenario():
-        path = exported("bert", "feature-extraction").path
-        registry = ModelRegistry({"m": path}, ServeConfig(), asyncio.get_running_loop())
-        gc.disable()
-        try:
-            await load(registry)
-            assert gc.isenabled()
-            assert gc.get_freeze_count()
-        finally:
-            gc.enable()
-            gc.unfreeze()
-            await registry.close()
-
-    asyncio.run(scenario())
+async def test_garbage_collection_is_enabled_once_models_are_loaded(exported):
+    path = exported("bert", "feature-extraction").path
+    registry = ModelRegistry({"m": path}, ServeConfig(), asyncio.get_running_loop())
+    gc.disable()
+    try:
+        await load(registry)
+        assert gc.isenabled()
+        assert gc.get_freeze_count()
+    finally:
+        gc.enable()
+        gc.unfreeze()
+        await registry.close()
 
 
 @pytest.mark.more
-def test_unavailable_provider_stops_the_startup(exported, tmp_path):
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "enginery",
-            "serve",
-            str(exported("bert", "fill-mask").path),
-            "--port",
-            "0",
-            "--providers",
-            "cuda",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=WAIT,
-        check=False,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )
+def test_unavailable_provider_stops_the_startup(exported, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    done = run_serve(exported("bert", "fill-mask").path, "--providers", "cuda")
     assert done.returncode == 2
     assert "error: " in done.stderr
     assert "Traceback" not in done.stderr

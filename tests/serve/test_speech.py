@@ -19,19 +19,16 @@ LANGUAGE = {"language": "en"}
 
 
 @pytest.fixture(scope="module")
-def artifact(tmp_path_factory, session_home):
+def artifact(tmp_path_factory):
     source = save_whisper(tmp_path_factory.mktemp("whisper") / "listener", time_stamps=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ENGINERY_HOME", str(session_home))
-        yield export_model(str(source), task=TASK)
+    return export_model(str(source), task=TASK)
 
 
 @pytest.fixture(scope="module")
 def server(artifact, tiny_paths):
     config = ServeConfig(access_log="off", max_speech_seconds=80)
-    running = Running({"listener": artifact.path, **tiny_paths("vectors")}, config)
-    yield running
-    running.close()
+    with Running({"listener": artifact.path, **tiny_paths("vectors")}, config) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")

@@ -231,8 +231,7 @@ def test_rerank_scores_a_pair_as_predict_does(raw, activation):
 def test_rerank_of_a_language_model_takes_an_instruction(reranker, home):
     artifact = export_model(str(reranker()))
     texts = ["a small cat", "the rain is cold"]
-    server = Running({"judge": artifact.path}, ServeConfig(access_log="off"))
-    try:
+    with Running({"judge": artifact.path}, ServeConfig(access_log="off")) as server:
         body = {"query": "Who sleeps?", "texts": texts, "raw_scores": True}
         found = {item["index"]: item["score"] for item in server("POST", "/rerank", body).json}
         with load_model(artifact) as model:
@@ -245,8 +244,6 @@ def test_rerank_of_a_language_model_takes_an_instruction(reranker, home):
         assert (alone.status, "Pass pairs" in alone.json["error"]) == (422, True)
         example = server("GET", "/models/judge/info").json["example"]
         assert server("POST", "/predict/judge", example).status == 200
-    finally:
-        server.close()
 
 
 def test_rerank_requires_a_model_with_one_label(running):

@@ -24,9 +24,10 @@ def judge(tmp_path_factory, session_home):
 
 @pytest.fixture(scope="module")
 def running(judge, tiny_paths):
-    server = Running({"judge": judge.path, **tiny_paths("mood")}, ServeConfig(access_log="off"))
-    yield server
-    server.close()
+    with Running(
+        {"judge": judge.path, **tiny_paths("mood")}, ServeConfig(access_log="off")
+    ) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")

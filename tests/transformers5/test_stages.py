@@ -111,8 +111,9 @@ def test_graphs_are_served(graphs):
     from tests.serve.conftest import Running
 
     names = ("bert", "distilbert", "gpt2")
-    server = Running({name: graphs(name).path for name in names}, ServeConfig(access_log="off"))
-    try:
+    with Running(
+        {name: graphs(name).path for name in names}, ServeConfig(access_log="off")
+    ) as server:
         texts = list(TEXT[:3])
         answers = {
             "bert": server("POST", "/predict/bert", {"inputs": texts}),
@@ -121,8 +122,6 @@ def test_graphs_are_served(graphs):
             ),
             "gpt2": server("POST", "/generate/gpt2", {"inputs": texts[0]}),
         }
-    finally:
-        server.close()
     assert {answer.status for answer in answers.values()} == {200}, answers
     with load_model(graphs("distilbert").path) as model:
         np.testing.assert_allclose(answers["distilbert"].json, model.embed(texts), atol=1e-5)

@@ -33,13 +33,8 @@ TEXTS = {
 
 def raw(answer=None, *, scale=4.0, margins=(), **arrays):
     """Return the fields of the reference's answer."""
-    return {
-        "answer": answer,
-        "arrays": arrays,
-        "problem": "",
-        "scale": scale,
-        "margins": list(margins),
-    }
+    fields = {"answer": answer, "arrays": arrays, "problem": ""}
+    return {**fields, "scale": scale, "margins": list(margins)}
 
 
 def difference(mine, theirs, limits=FP32):
@@ -65,6 +60,12 @@ def edited(artifact, **files):
         path.write_text(json.dumps(document))
     commit_artifact(artifact.path, artifact.manifest)
     return Artifact.open(artifact.path)
+
+
+def with_other_mean(artifact, directory):
+    """A copy of an artifact of images that are normalized otherwise."""
+    mean = {"image_mean": [0.1, 0.2, 0.3]}
+    return edited(artifact.copy_to(directory), preprocessor_config=lambda d: d.update(mean))
 
 
 # -- one answer -----------------------------------------------------------------------------------
@@ -241,44 +242,25 @@ def _rotate_labels(config):
     config["id2label"] = dict(enumerate([*names[1:], names[0]]))
 
 
+MORE = pytest.mark.more
+BERT, VIT = ("bert", "text-classification"), ("vit", "image-classification")
+TAGGER = ("bert", "token-classification")
+
+
 @pytest.mark.parametrize(
-    ("kind", "task", "file", "edit", "problem"),
+    ("model", "file", "edit", "problem"),
     [
-        (
-            "bert",
-            "text-classification",
-            "tokenizer_config",
-            lambda d: d.update(do_lower_case=False),
-            "the reference's",
-        ),
-        ("bert", "text-classification", "config", _rotate_labels, "the reference's"),
+        (BERT, "tokenizer_config", lambda d: d.update(do_lower_case=False), "the reference's"),
+        (BERT, "config", _rotate_labels, "the reference's"),
+        pytest.param(TAGGER, "config", _rotate_labels, "whose score is", marks=MORE),
+        (VIT, "preprocessor_config", lambda d: d.update(image_mean=[0.4, 0.5, 0.5]), "reference's"),
         pytest.param(
-            "bert",
-            "token-classification",
-            "config",
-            _rotate_labels,
-            "whose score is",
-            marks=pytest.mark.more,
-        ),
-        (
-            "vit",
-            "image-classification",
-            "preprocessor_config",
-            lambda d: d.update(image_mean=[0.4, 0.5, 0.5]),
-            "the reference's",
-        ),
-        pytest.param(
-            "bert",
-            "text-classification",
-            "tokenizer",
-            lambda d: d.update(post_processor=None),
-            "the reference's",
-            marks=pytest.mark.more,
+            BERT, "tokenizer", lambda d: d.update(post_processor=None), "reference's", marks=MORE
         ),
     ],
 )
-def test_fault_in_a_side_file_changes_answers(tmp_path, kind, task, file, edit, problem):
-    artifact = edited(tiny_artifact(kind, task, tmp_path / "artifact"), **{file: edit})
+def test_fault_in_a_side_file_changes_answers(tmp_path, model, file, edit, problem):
+    artifact = edited(tiny_artifact(*model, tmp_path / "artifact"), **{file: edit})
     found = compared(artifact, tmp_path / "scratch")
     assert found.answers.failed
     assert problem in found.cases[0].problem

@@ -18,11 +18,8 @@ SLOW = pytest.mark.slow
 PROMPTS = ("1 prompt of 1 token", "1 prompt of 24 tokens", "4 prompts of 1–24 tokens")
 ENCODED = ("1 prompt of 1 token", "1 prompt of 24 tokens", "4 prompts of 24 tokens")
 TEXT, SEQ2SEQ = "text-generation-with-past", "text2text-generation-with-past"
-FIRST, LATER, ENCODER = (
-    "decoder_model.onnx",
-    "decoder_with_past_model.onnx",
-    "encoder_model.onnx",
-)
+FIRST, LATER = "decoder_model.onnx", "decoder_with_past_model.onnx"
+ENCODER = "encoder_model.onnx"
 
 
 def test_the_keys_of_the_encoder_are_those_of_the_prompt():
@@ -112,14 +109,12 @@ def test_decoder_passes_on_every_step(exported, kind):
     [
         ("t5", SEQ2SEQ),
         pytest.param("bart", SEQ2SEQ, marks=SLOW),
-        pytest.param(
-            "whisper", "automatic-speech-recognition-with-past", marks=SLOW
-        ),  # its audio has 3000 frames
+        # Its audio has 3000 frames.
+        pytest.param("whisper", "automatic-speech-recognition-with-past", marks=SLOW),
     ],
 )
 @pytest.mark.parametrize(
-    ("layout", "first"),
-    [("enginery", LATER), pytest.param("optimum", FIRST, marks=SLOW)],
+    ("layout", "first"), [("enginery", LATER), pytest.param("optimum", FIRST, marks=SLOW)]
 )
 @pytest.mark.more
 def test_encoder_decoder_passes_on_every_step(exported, kind, task, layout, first):
@@ -204,19 +199,9 @@ def test_prompt_runs_with_an_empty_past(verdict):
         ("t5", "enginery", faults.encoder_mask_ignored, LATER),
         pytest.param("t5", "optimum", faults.encoder_keys_of_another_layer, LATER, marks=SLOW),
         pytest.param("t5", "optimum", faults.encoder_mask_ignored, FIRST, marks=SLOW),
-        pytest.param(
-            "bart",
-            "optimum",
-            faults.encoder_keys_returned_of_another_layer,
-            FIRST,
-            marks=SLOW,
-        ),
-        pytest.param(
-            "bart",
-            "enginery",
-            faults.encoder_keys_returned_of_another_layer,
-            ENCODER,
-            marks=SLOW,
+        *(
+            pytest.param("bart", layout, faults.encoder_keys_returned_of_another_layer, graph)
+            for layout, graph in (("optimum", FIRST), ("enginery", ENCODER))
         ),
         pytest.param("bart", "enginery", faults.encoder_mask_ignored, LATER, marks=SLOW),
     ],

@@ -23,14 +23,7 @@ from enginery.core.model.feeds import FeedLimits, make_feeds
 from enginery.core.shapes import dynamic_dims, is_batch
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from tests.validate.faults.graph_editor import GraphEditor
-from tests.validate.faults.sizes import (
-    CROSS_ATTENTION,
-    DECODER,
-    ENCODER,
-    IDS,
-    SOUND,
-    SOUND_DECODER,
-)
+from tests.validate.faults.sizes import CROSS_ATTENTION, DECODER, ENCODER, IDS, SOUND, SOUND_DECODER
 
 _LENGTH, _VOCABULARY = 512, 1000
 _POSITIONS = 256

@@ -20,6 +20,7 @@ from tests.validate.faults import decoder as faults
 from tests.validate.faults.edits import break_graph
 from tests.validate.faults.graph_editor import GraphEditor
 
+SLOW = pytest.mark.slow
 TEXT, SEQ2SEQ = "text-generation-with-past", "text2text-generation-with-past"
 SPEECH = "automatic-speech-recognition-with-past"
 PROMPT = 24
@@ -122,10 +123,7 @@ def test_metrics_say_what_was_compared():
 
 @pytest.mark.parametrize(
     ("kind", "task"),
-    [
-        *TASKS.items(),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW_TASKS.items()),
-    ],
+    [*TASKS.items(), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW_TASKS.items())],
 )
 def test_sound_artifact_generates_the_tokens_of_pytorch(exported, kind, task):
     report = validated(exported(kind, task))
@@ -222,26 +220,13 @@ def test_texts_may_part_within_the_allowed_error(broken):
     ("kind", "field", "value", "shown"),
     [
         ("gpt2", "eos_token_id", [0, 5], "eos_token_id is [0, 5], but [0] in PyTorch"),
-        pytest.param(
-            "marian",
-            "eos_token_id",
-            None,
-            "eos_token_id is not set, but [2] in PyTorch",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "marian",
-            "decoder_start_token_id",
-            7,
-            "decoder_start_token_id is 7, but 1 in PyTorch",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "marian",
-            "bad_words_ids",
-            None,
-            "bad_words_ids is not set, but [[1]] in PyTorch",
-            marks=pytest.mark.slow,
+        *(
+            pytest.param("marian", field, value, f"{field} is {shown} in PyTorch", marks=SLOW)
+            for field, value, shown in (
+                ("eos_token_id", None, "not set, but [2]"),
+                ("decoder_start_token_id", 7, "7, but 1"),
+                ("bad_words_ids", None, "not set, but [[1]]"),
+            )
         ),
     ],
 )
@@ -316,10 +301,7 @@ def test_options_of_the_model_are_honoured(tmp_path, home):
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        pytest.param("gpt2", marks=pytest.mark.more),
-        pytest.param("marian", marks=pytest.mark.slow),
-    ],
+    [pytest.param("gpt2", marks=pytest.mark.more), pytest.param("marian", marks=pytest.mark.slow)],
 )
 def test_without_tokenizer_prompts_are_made_up(tiny_model, home, tmp_path, kind):
     source = save_tiny(kind, TASKS[kind].removesuffix("-with-past"), tmp_path / "source")

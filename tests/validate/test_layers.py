@@ -26,21 +26,17 @@ ACTIVATION = "/encoder/layer.0/intermediate/intermediate_act_fn/Gelu_output_0"
 
 
 @pytest.fixture(scope="module")
-def bert(tmp_path_factory, session_home):
+def bert(tmp_path_factory):
     """A tiny BERT in FP32."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ENGINERY_HOME", str(session_home))
-        model = save_tiny("bert", "feature-extraction", tmp_path_factory.mktemp("layers") / "bert")
-        return export_model(str(model), task="feature-extraction")
+    model = save_tiny("bert", "feature-extraction", tmp_path_factory.mktemp("layers") / "bert")
+    return export_model(str(model), task="feature-extraction")
 
 
 @pytest.fixture(scope="module")
-def int8(bert, session_home):
+def int8(bert):
     """The same in INT8, calibrated on texts like those that are compared."""
     texts = [*TEXT, *SENTENCES]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ENGINERY_HOME", str(session_home))
-        return quantize_model(bert, texts, capability=(), curve=False, min_cosine=0.99)
+    return quantize_model(bert, texts, capability=(), curve=False, min_cosine=0.99)
 
 
 @pytest.fixture

@@ -4,13 +4,13 @@ import json
 import re
 
 import numpy as np
-import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from enginery import export_model, optimize_model, validate_model
 from enginery.validate.cases.padding import PaddingMask
 from enginery.validate.metrics.differences import constant_error
+from tests.passes.onnx_graphs import node, save_graph
 from tests.tiny import save_tiny
 from tests.validate.faults import edits as faults
 
@@ -113,18 +113,16 @@ def recognizer(directory):
     """
     generator = np.random.default_rng(0)
     classes = generator.normal(0, 100, (16, 40)).astype(np.float32)
-    graph = helper.make_graph(
+    save_graph(
+        directory / "r.onnx",
         [
-            helper.make_node("MatMul", ["strip", "classes"], ["scores"], name="/head/MatMul"),
-            helper.make_node("Softmax", ["scores"], ["probabilities"], name="/head/Softmax"),
+            node("MatMul", "strip classes", "scores", name="/head/MatMul"),
+            node("Softmax", "scores", "probabilities", name="/head/Softmax"),
         ],
-        "recognizer",
-        [helper.make_tensor_value_info("strip", TensorProto.FLOAT, ("batch", "steps", 16))],
-        [helper.make_tensor_value_info("probabilities", TensorProto.FLOAT, ("batch", "steps", 40))],
-        [numpy_helper.from_array(classes, "classes")],
+        {"classes": classes},
+        inputs={"strip": (TensorProto.FLOAT, ("batch", "steps", 16))},
+        outputs={"probabilities": (TensorProto.FLOAT, ("batch", "steps", 40))},
     )
-    opset = [helper.make_opsetid("", 20)]
-    onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=10), directory / "r.onnx")
     strips = generator.normal(0, 1, (16, 512, 16)).astype(np.float32)
     np.savez(directory / "strips.npz", strip=strips)
     return export_model(str(directory / "r.onnx")), directory / "strips.npz"
@@ -142,7 +140,7 @@ def test_near_ties_in_fp16_leave_a_sound_graph_proven_and_a_constant_failed(tmp_
     def answer_a_constant(model):
         zero = numpy_helper.from_array(np.float16([0]), "zero")
         model.graph.initializer.append(zero)
-        softmax = next(node for node in model.graph.node if node.op_type == "Softmax")
+        softmax = next(n for n in model.graph.node if n.op_type == "Softmax")
         scores, softmax.input[0] = softmax.input[0], "nothing"
         place = list(model.graph.node).index(softmax)
         model.graph.node.insert(place, helper.make_node("Mul", [scores, "zero"], ["nothing"]))

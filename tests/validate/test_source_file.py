@@ -5,12 +5,13 @@ import shutil
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 from enginery import Artifact, export_model, optimize_model, quantize_model, validate_model
 from enginery.core.errors import InputError, SourceError
 from enginery.core.model.source import resolve_source
 from enginery.validate.source_file import SourceFile
+from tests.passes.onnx_graphs import node, save_graph
 from tests.tiny import TEXT as SENTENCES
 from tests.validate.faults import edits as faults
 from tests.validate.faults.graph_editor import GraphEditor
@@ -73,29 +74,21 @@ def convolution(path, *, dtype=np.float32, seed=0):
     shapes = {"kernel": (8, 3, 3, 3), "scale": (8,), "shift": (8,), "mean": (8,), "out": (8, 4)}
     arrays = {name: generator.normal(0, 1, shape) for name, shape in shapes.items()}
     arrays["var"] = generator.uniform(0.5, 2, 8)
-    nodes = [
-        helper.make_node("Conv", ["pixels", "kernel"], ["a"], name="/stem/conv/Conv"),
-        helper.make_node(
-            "BatchNormalization",
-            ["a", "scale", "shift", "mean", "var"],
-            ["b"],
-            name="/stem/norm/BatchNormalization",
-        ),
-        helper.make_node("Relu", ["b"], ["c"]),
-        helper.make_node("GlobalMaxPool", ["c"], ["d"]),
-        helper.make_node("Flatten", ["d"], ["e"]),
-        helper.make_node("MatMul", ["e", "out"], ["scores"], name="/head/MatMul"),
-    ]
-    graph = helper.make_graph(
-        nodes,
-        "convolution",
-        [helper.make_tensor_value_info("pixels", kind, ("batch", 3, "height", "width"))],
-        [helper.make_tensor_value_info("scores", kind, ("batch", 4))],
-        [numpy_helper.from_array(a.astype(dtype), name) for name, a in arrays.items()],
+    norm, statistics = "BatchNormalization", "scale shift mean var"
+    return save_graph(
+        path,
+        [
+            node("Conv", "pixels kernel", "a", name="/stem/conv/Conv"),
+            node(norm, f"a {statistics}", "b", name=f"/stem/norm/{norm}"),
+            node("Relu", "b", "c"),
+            node("GlobalMaxPool", "c", "d"),
+            node("Flatten", "d", "e"),
+            node("MatMul", "e out", "scores", name="/head/MatMul"),
+        ],
+        {name: array.astype(dtype) for name, array in arrays.items()},
+        inputs={"pixels": (kind, ("batch", 3, "height", "width"))},
+        outputs={"scores": (kind, ("batch", 4))},
     )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
-    onnx.save(model, path)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -369,29 +362,22 @@ def test_integers_keep_their_values(imported, copied, tmp_path):
 
 def recurrent(path):
     """Write a graph with a state (1, batch, 4) and a scalar, which takes 3 samples or more."""
-    nodes = [
-        helper.make_node("Gather", ["samples", "third"], ["a"], axis=1),
-        helper.make_node("Mul", ["a", "rate"], ["b"]),
-        helper.make_node("Mul", ["b", "weight"], ["c"]),
-        helper.make_node("Add", ["c", "state"], ["next"]),
-    ]
-    graph = helper.make_graph(
-        nodes,
-        "recurrent",
+    return save_graph(
+        path,
         [
-            helper.make_tensor_value_info("samples", TensorProto.FLOAT, ("batch", "samples")),
-            helper.make_tensor_value_info("state", TensorProto.FLOAT, (1, "batch", 4)),
-            helper.make_tensor_value_info("rate", TensorProto.FLOAT, ()),
+            node("Gather", "samples third", "a", axis=1),
+            node("Mul", "a rate", "b"),
+            node("Mul", "b weight", "c"),
+            node("Add", "c state", "next"),
         ],
-        [helper.make_tensor_value_info("next", TensorProto.FLOAT, (1, "batch", 4))],
-        [
-            numpy_helper.from_array(np.int64([600]), "third"),
-            numpy_helper.from_array(np.float32([[1, 2, 3, 4]]), "weight"),
-        ],
+        {"third": np.int64([600]), "weight": np.float32([[1, 2, 3, 4]])},
+        inputs={
+            "samples": (TensorProto.FLOAT, ("batch", "samples")),
+            "state": (TensorProto.FLOAT, (1, "batch", 4)),
+            "rate": (TensorProto.FLOAT, ()),
+        },
+        outputs={"next": (TensorProto.FLOAT, (1, "batch", 4))},
     )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
-    onnx.save(model, path)
-    return path
 
 
 @pytest.mark.more

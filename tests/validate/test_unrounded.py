@@ -74,11 +74,7 @@ def planted(name):
 
 @pytest.mark.more
 @pytest.mark.parametrize(
-    "name",
-    [
-        "ReLU for GELU in one layer",
-        pytest.param("GELU without the root of 2", marks=SLOW),
-    ],
+    "name", ["ReLU for GELU in one layer", pytest.param("GELU without the root of 2", marks=SLOW)]
 )
 def test_fault_that_int8_would_hide(int8, copied, exported, name):
     artifact = copied(int8())
@@ -126,9 +122,7 @@ def with_zero_point(point, *, both):
     [
         (with_scale(1.02, both=False), "quantizes, but"),
         pytest.param(
-            with_zero_point(1, both=False),
-            "zero point 0 quantizes, but 1 dequantizes",
-            marks=SLOW,
+            with_zero_point(1, both=False), "zero point 0 quantizes, but 1 dequantizes", marks=SLOW
         ),
         (with_zero_point(64, both=True), "zero point 64, calibrated 0"),
     ],

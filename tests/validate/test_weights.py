@@ -72,11 +72,9 @@ def bert(varied):
 
 
 @pytest.fixture(scope="session")
-def int8(bert, tmp_path_factory, session_home):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ENGINERY_HOME", str(session_home))
-        out = tmp_path_factory.mktemp("int8") / "bert"
-        return quantize_model(bert, TEXT, capability=(), curve=False, min_cosine=-1, out=out)
+def int8(bert, tmp_path_factory):
+    out = tmp_path_factory.mktemp("int8") / "bert"
+    return quantize_model(bert, TEXT, capability=(), curve=False, min_cosine=-1, out=out)
 
 
 @pytest.fixture

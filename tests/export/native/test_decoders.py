@@ -5,8 +5,9 @@ import pytest
 from enginery import export_model, load_model, validate_model
 from enginery.core.errors import ExportError
 from enginery.core.versions import TRANSFORMERS5, transformers_family
-from tests.runtime.generation.test_generator import TEXTS, reference
+from tests.runtime.generation.test_generator import TEXTS
 from tests.tiny import save_tiny, with_more
+from tests.tiny_generators import reference_tokens
 
 pytestmark = pytest.mark.skipif(
     transformers_family() != TRANSFORMERS5, reason="this exporter is that of transformers 5"
@@ -23,7 +24,7 @@ def test_tokens_are_those_of_pytorch_alone_and_in_a_padded_batch(tiny_model, hom
     with load_model(export_model(str(source))) as model:
         for name, case in CASES.items():
             options = {"max_new_tokens": 20, **case}
-            tokens, _ = reference(source, TEXTS, **options)
+            tokens, *_ = reference_tokens(source, TEXTS, **options)
             together = [result.tokens for result in model.generate(TEXTS, **options)]
             alone = [result.tokens for result in model.generate(TEXTS, batch_size=1, **options)]
             assert len({tuple(row) for row in tokens}) == len(TEXTS)
@@ -71,7 +72,7 @@ def test_recurrent_state_is_refused_by_name(tmp_path, home):
 def test_window_and_positions_are_the_models_own(tmp_path, home):
     # A window of 3 positions, which the example that is traced is longer than.
     source = save_tiny("mistral", "text-generation", tmp_path / "m", sliding_window=3)
-    tokens, _ = reference(source, TEXTS, max_new_tokens=12)
+    tokens, *_ = reference_tokens(source, TEXTS, max_new_tokens=12)
     with load_model(export_model(str(source))) as model:
         results = model.generate(TEXTS, max_new_tokens=12)
     assert [list(result.tokens) for result in results] == tokens

@@ -11,9 +11,10 @@ from enginery.core.errors import ExportError
 from enginery.core.versions import TRANSFORMERS5, transformers_family
 from tests.image_to_text import save_image_to_text
 from tests.runtime.generation import test_images, test_whisper
-from tests.runtime.generation.test_encoder_decoders import TEXTS, reference
+from tests.runtime.generation.test_encoder_decoders import TEXTS
 from tests.speech import save_whisper
 from tests.tiny import with_more
+from tests.tiny_generators import reference_tokens
 
 pytestmark = pytest.mark.skipif(
     transformers_family() != TRANSFORMERS5, reason="this exporter is that of transformers 5"
@@ -29,7 +30,7 @@ def test_tokens_are_those_of_pytorch_alone_and_in_a_padded_batch(tiny_model, hom
     with load_model(export_model(str(source))) as model:
         for name, case in CASES.items():
             options = {"max_new_tokens": 15, **case}
-            tokens, _, pad = reference(source, TEXTS, **options)
+            tokens, _, pad = reference_tokens(source, TEXTS, **options)
             for size in (len(TEXTS), 1):
                 results = model.generate(TEXTS, batch_size=size, **options)
                 # transformers fills results of one input up to the longest.

@@ -136,8 +136,7 @@ def decode_alone(path, facts, prompts, encoder, steps=STEPS):
 
 @pytest.mark.more
 @pytest.mark.parametrize(
-    ("kind", "grouped"),
-    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    ("kind", "grouped"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
 def test_tokens_are_those_of_the_decoder(decoder, tmp_path, kind, grouped):
     _, path, facts = decoder(kind)
@@ -221,8 +220,7 @@ def insert(graph, value, op_type, others=()):
 
 
 @pytest.mark.parametrize(
-    ("op_type", "message"),
-    [("Relu", "inserted Relu"), ("Softplus", "inserted Softplus")],
+    ("op_type", "message"), [("Relu", "inserted Relu"), ("Softplus", "inserted Softplus")]
 )
 def test_unknown_attention_is_named(decoder, tmp_path, op_type, message):
     artifact, path, _ = decoder("gpt2")

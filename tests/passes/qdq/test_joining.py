@@ -25,11 +25,7 @@ def read(nodes):
     g (float[1, 16, 8, 8] x) => (y) {{ {nodes} }}"""
     proto = onnx.parser.parse_model(text)
     proto.graph.output[0].type.tensor_type.elem_type = onnx.TensorProto.FLOAT
-    arrays = {
-        "w": WEIGHTS,
-        "wide": WIDE,
-        "sizes": np.array([1, 16, 16, 16]),
-    }
+    arrays = {"w": WEIGHTS, "wide": WIDE, "sizes": np.array([1, 16, 16, 16])}
     for name, array in arrays.items():
         proto.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
     return ir.from_proto(proto)

@@ -3,7 +3,7 @@
 import numpy as np
 import onnx_ir as ir
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto
 
 from enginery.core.accuracy import LayerError
 from enginery.passes.cast.cast import cast_graph
@@ -20,6 +20,7 @@ from enginery.passes.qdq.layer_errors import (
 from enginery.passes.qdq.layers import find_layers
 from enginery.passes.qdq.scales import ActivationQuantParams
 from enginery.runtime.onnxruntime.tracing import GraphTracer
+from tests.passes.onnx_graphs import make_graph, node
 
 K, N = 32, 48
 GENERATOR = np.random.default_rng(0)
@@ -36,37 +37,22 @@ SMOOTHED = ActivationQuantParams(
 )
 DELTA = GENERATOR.normal(0, 0.01, N).astype(np.float32)
 
-MATMUL = [helper.make_node("MatMul", ["x", "w"], ["y"], name="layer")]
-BIASED = [
-    helper.make_node("MatMul", ["x", "w"], ["p"], name="layer"),
-    helper.make_node("Add", ["b", "p"], ["y"], name="bias"),
-]
+MATMUL = [node("MatMul", "x w", "y", name="layer")]
+BIASED = [node("MatMul", "x w", "p", name="layer"), node("Add", "b p", "y", name="bias")]
 SPLIT = [
     *BIASED[:1],
-    helper.make_node("Add", ["b", "p"], ["s"], name="bias"),
-    helper.make_node("Split", ["s"], ["y", "z"], axis=-1, num_outputs=2),
+    node("Add", "b p", "s", name="bias"),
+    node("Split", "s", "y z", axis=-1, num_outputs=2),
 ]
-GEMM = [helper.make_node("Gemm", ["x", "w", "b"], ["y"], name="layer", transB=1)]
-CONV = [helper.make_node("Conv", ["x", "w", "b"], ["y"], name="layer", pads=[1, 1, 1, 1])]
+GEMM = [node("Gemm", "x w b", "y", name="layer", transB=1)]
+CONV = [node("Conv", "x w b", "y", name="layer", pads=[1, 1, 1, 1])]
 
 
 def graph_of(nodes, initializers, shape):
     outputs = ["y", "z"] if nodes is SPLIT else ["y"]
-    made = helper.make_model(
-        helper.make_graph(
-            nodes,
-            "graph",
-            [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
-            [
-                helper.make_tensor_value_info(o, TensorProto.FLOAT, [None] * len(shape))
-                for o in outputs
-            ],
-            [numpy_helper.from_array(array, name) for name, array in initializers.items()],
-        ),
-        opset_imports=[helper.make_opsetid("", 20)],
-        ir_version=10,
-    )
-    return ir.from_proto(made)
+    floats = dict.fromkeys(outputs, (TensorProto.FLOAT, [None] * len(shape)))
+    inputs = {"x": (TensorProto.FLOAT, shape)}
+    return ir.from_proto(make_graph(nodes, initializers, inputs=inputs, outputs=floats))
 
 
 def measured(model, feeds, params, tmp_path, *, fp16=False, deltas=None):

@@ -4,13 +4,14 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from onnx import TensorProto, checker, helper, load, numpy_helper
+from onnx import TensorProto, checker, load
 
 from enginery.passes.qdq.insert import insert_qdq
 from enginery.passes.qdq.layers import find_layers
 from enginery.passes.qdq.scales import ActivationQuantParams
 from enginery.passes.qdq.scheme import INT8
 from enginery.runtime.onnxruntime.session import use_exact_int8
+from tests.passes.onnx_graphs import make_graph, node
 
 K, N = 32, 48
 GENERATOR = np.random.default_rng(0)
@@ -20,31 +21,16 @@ ROWS = GENERATOR.normal(size=(5, K)).astype(np.float32)
 
 
 def model(nodes, initializers, outputs=("y",), shape=("batch", K)):
-    made = helper.make_model(
-        helper.make_graph(
-            nodes,
-            "graph",
-            [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
-            [
-                helper.make_tensor_value_info(name, TensorProto.FLOAT, [None] * len(shape))
-                for name in outputs
-            ],
-            [numpy_helper.from_array(array, name) for name, array in initializers.items()],
-        ),
-        opset_imports=[helper.make_opsetid("", 20)],
-        ir_version=10,
-    )
-    return ir.from_proto(made)
+    floats = dict.fromkeys(outputs, (TensorProto.FLOAT, [None] * len(shape)))
+    inputs = {"x": (TensorProto.FLOAT, shape)}
+    return ir.from_proto(make_graph(nodes, initializers, inputs=inputs, outputs=floats))
 
 
 def linear(op="MatMul", *, weight=WEIGHT):
     if op == "Gemm":
-        nodes = [helper.make_node("Gemm", ["x", "w", "b"], ["y"], name="layer")]
+        nodes = [node("Gemm", "x w b", "y", name="layer")]
     else:
-        nodes = [
-            helper.make_node("MatMul", ["x", "w"], ["p"], name="layer"),
-            helper.make_node("Add", ["p", "b"], ["y"], name="bias"),
-        ]
+        nodes = [node("MatMul", "x w", "p", name="layer"), node("Add", "p b", "y", name="bias")]
     return model(nodes, {"w": weight, "b": BIAS})
 
 
@@ -136,7 +122,7 @@ def test_scaling_and_shifting_channels_only_changes_rounding(op):
 
 
 def test_an_offset_without_a_bias_adds_one_and_keeps_the_outputs_name():
-    graph = model([helper.make_node("MatMul", ["x", "w"], ["y"], name="layer")], {"w": WEIGHT})
+    graph = model([node("MatMul", "x w", "y", name="layer")], {"w": WEIGHT})
     offset = np.full(K, -1, np.float32)
     quantize(graph, ActivationQuantParams(4 / 127, None, offset))
     assert [value.name for value in graph.graph.outputs] == ["y"]
@@ -153,11 +139,11 @@ def test_bias_deltas_are_added():
 @pytest.mark.parametrize("bias", ["none", "constant", "computed"])
 def test_bias_deltas_of_a_convolution_become_its_bias(kernel, bias):
     weight = GENERATOR.normal(size=(N, K, *kernel)).astype(np.float32)
-    nodes = [helper.make_node("Conv", ["x", "w"], ["y"], name="layer")]
+    nodes = [node("Conv", "x w", "y", name="layer")]
     if bias == "constant":
         nodes[0].input.append("b")
     elif bias == "computed":
-        nodes.insert(0, helper.make_node("Abs", ["b"], ["computed"], name="abs"))
+        nodes.insert(0, node("Abs", "b", "computed", name="abs"))
         nodes[1].input.append("computed")
     images = GENERATOR.normal(size=(2, K, *(5 for _ in kernel))).astype(np.float32)
     delta = GENERATOR.normal(size=N).astype(np.float32)
@@ -173,10 +159,7 @@ def test_bias_deltas_of_a_convolution_become_its_bias(kernel, bias):
 
 
 def test_layers_that_share_an_activation_share_its_quantization():
-    nodes = [
-        helper.make_node("MatMul", ["x", "w"], ["y"], name="query"),
-        helper.make_node("MatMul", ["x", "v"], ["z"], name="key"),
-    ]
+    nodes = [node("MatMul", "x w", "y", name="query"), node("MatMul", "x v", "z", name="key")]
     graph = model(nodes, {"w": WEIGHT, "v": WEIGHT[:, ::-1].copy()}, outputs=("y", "z"))
     done = quantize(graph)
     assert (done.layers, done.activations) == (2, 1)
@@ -184,10 +167,7 @@ def test_layers_that_share_an_activation_share_its_quantization():
 
 
 def test_shared_bias_is_changed_for_one_layer_only():
-    nodes = [
-        helper.make_node("Gemm", ["x", "w", "b"], ["y"], name="one"),
-        helper.make_node("Gemm", ["x", "w", "b"], ["z"], name="two"),
-    ]
+    nodes = [node("Gemm", "x w b", "y", name="one"), node("Gemm", "x w b", "z", name="two")]
     graph = model(nodes, {"w": WEIGHT, "b": BIAS}, outputs=("y", "z"))
     quantize(graph, bias_deltas={"one": np.full(N, 10, np.float32)})
     first, second = run(graph)
@@ -197,8 +177,8 @@ def test_shared_bias_is_changed_for_one_layer_only():
 def test_split_product_has_one_weight_scale_and_channel_factors_on_its_output():
     uneven = (WEIGHT * np.geomspace(0.1, 10, N)).astype(np.float32)
     nodes = [
-        helper.make_node("Gemm", ["x", "w", "b"], ["p"], name="layer"),
-        helper.make_node("Split", ["p"], ["q", "k", "v"], name="split", axis=1, num_outputs=3),
+        node("Gemm", "x w b", "p", name="layer"),
+        node("Split", "p", "q k v", name="split", axis=1, num_outputs=3),
     ]
     graph = model(nodes, {"w": uneven, "b": BIAS}, outputs=("q", "k", "v"))
     quantize(graph)
@@ -213,7 +193,7 @@ def test_split_product_has_one_weight_scale_and_channel_factors_on_its_output():
 def test_a_convolution_has_a_scale_for_each_output_channel():
     kernel = GENERATOR.normal(size=(N, 16, 3, 3)).astype(np.float32)
     images = GENERATOR.normal(size=(2, 16, 8, 8)).astype(np.float32)
-    make = [helper.make_node("Conv", ["x", "w", "b"], ["y"], name="layer", pads=[1, 1, 1, 1])]
+    make = [node("Conv", "x w b", "y", name="layer", pads=[1, 1, 1, 1])]
     graph = model(make, {"w": kernel, "b": BIAS}, shape=("batch", 16, 8, 8))
     expected = run(graph, images)[0]
     quantize(graph, ActivationQuantParams(float(np.abs(images).max() / 127)))
@@ -224,42 +204,38 @@ def test_a_convolution_has_a_scale_for_each_output_channel():
 @pytest.mark.parametrize(
     ("nodes", "weights", "reason"),
     [
-        ([("MatMul", ["x", "w"], {})], {"w": WEIGHT[:, :8]}, "N = 8"),
-        ([("Gemm", ["x", "w"], {"alpha": 2.0})], {"w": WEIGHT}, "alpha or beta other than 1"),
+        ([node("MatMul", "x w", "y")], {"w": WEIGHT[:, :8]}, "N = 8"),
+        ([node("Gemm", "x w", "y", alpha=2.0)], {"w": WEIGHT}, "alpha or beta other than 1"),
     ],
 )
 def test_layer_that_cannot_gain_from_int8_has_a_skip_reason(nodes, weights, reason):
-    made = [helper.make_node(op, inputs, ["y"], name="layer", **a) for op, inputs, a in nodes]
-    (layer,) = find_layers(model(made, weights))
+    (layer,) = find_layers(model(nodes, weights))
     assert reason in layer.skip_reason
 
 
 def test_depthwise_convolution_is_skipped():
     kernel = np.ones((32, 1, 7, 7), np.float32)
-    made = [helper.make_node("Conv", ["x", "w"], ["y"], name="layer", group=32)]
+    made = [node("Conv", "x w", "y", name="layer", group=32)]
     (layer,) = find_layers(model(made, {"w": kernel}, shape=("batch", 32, 16, 16)))
     assert "N = 1" in layer.skip_reason
 
 
 def test_transposed_convolution_counts_but_is_not_quantized():
     kernel = np.ones((32, 16, 2, 2), np.float32)
-    node = helper.make_node("ConvTranspose", ["x", "w", "b"], ["y"], name="layer", strides=[2, 2])
+    transposed = node("ConvTranspose", "x w b", "y", name="layer", strides=[2, 2])
     weights = {"w": kernel, "b": np.ones(16, np.float32)}
-    (layer,) = find_layers(model([node], weights, shape=("batch", 32, 16, 16)))
+    (layer,) = find_layers(model([transposed], weights, shape=("batch", 32, 16, 16)))
     assert "transposed convolution in FP16" in layer.skip_reason
     # Each input element takes part in 4 products of each output channel, and so makes 4 elements.
     assert (layer.reduction_size, layer.out_channels, layer.bias) == (32, 16, "b")
 
 
 def test_products_of_two_activations_are_not_layers():
-    assert find_layers(model([helper.make_node("MatMul", ["x", "x"], ["y"], name="m")], {})) == ()
+    assert find_layers(model([node("MatMul", "x x", "y", name="m")], {})) == ()
 
 
 def test_a_weight_behind_an_identity_is_found():
-    nodes = [
-        helper.make_node("Identity", ["w"], ["shared"]),
-        helper.make_node("MatMul", ["x", "shared"], ["y"], name="layer"),
-    ]
+    nodes = [node("Identity", "w", "shared"), node("MatMul", "x shared", "y", name="layer")]
     graph = model(nodes, {"w": WEIGHT})
     assert [layer.name for layer in find_layers(graph)] == ["layer"]
     quantize(graph)
@@ -269,9 +245,9 @@ def test_a_weight_behind_an_identity_is_found():
 @pytest.mark.parametrize("split", [False, True], ids=["alone", "split"])
 @pytest.mark.parametrize("shape", [(N,), (1, N), (1,), (5, N)], ids=str)
 def test_onnx_runtime_multiplies_a_gemm_in_int8_on_the_cpu(split, shape, tmp_path):
-    nodes = [helper.make_node("Gemm", ["x", "w", "b"], ["z" if split else "y"], name="layer")]
+    nodes = [node("Gemm", "x w b", "z" if split else "y", name="layer")]
     if split:
-        nodes.append(helper.make_node("Split", ["z"], ["y", "rest"], axis=1, num_outputs=2))
+        nodes.append(node("Split", "z", "y rest", axis=1, num_outputs=2))
     bias = np.resize(BIAS, shape)
     graph = model(nodes, {"w": WEIGHT, "b": bias})
     (plain,) = run(graph)

@@ -90,8 +90,7 @@ def test_frequencies_above_the_new_limit_disappear():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "zero", "scale"),
-    [("int16", 0, 2**15), ("int32", 0, 2**31), ("uint8", 128, 2**7)],
+    ("dtype", "zero", "scale"), [("int16", 0, 2**15), ("int32", 0, 2**31), ("uint8", 128, 2**7)]
 )
 def test_integers_are_scaled_by_their_range(dtype, zero, scale):
     limits = np.iinfo(dtype)

@@ -38,7 +38,12 @@ def opened(directory, reference):
 
 def write_config(directory, **config):
     (directory / "preprocessor_config.json").write_text(json.dumps(config))
-    return directory
+
+
+def open_kind(directory, kind, **settings):
+    """A processor of a file with these settings of an extractor."""
+    write_config(directory, feature_extractor_type=f"{kind}FeatureExtractor", **settings)
+    return AudioProcessor.open(directory)
 
 
 def without_torch(monkeypatch):
@@ -99,17 +104,8 @@ def test_whisper_settings(tmp_path, monkeypatch, settings):
 
 
 def test_dither_adds_the_same_noise_every_time(tmp_path):
-    plain = AudioProcessor.open(
-        write_config(tmp_path, feature_extractor_type="WhisperFeatureExtractor", chunk_length=1)
-    )
-    dithered = AudioProcessor.open(
-        write_config(
-            tmp_path,
-            feature_extractor_type="WhisperFeatureExtractor",
-            chunk_length=1,
-            dither=0.01,
-        )
-    )
+    plain = open_kind(tmp_path, "Whisper", chunk_length=1)
+    dithered = open_kind(tmp_path, "Whisper", chunk_length=1, dither=0.01)
     found = dithered([silence(1.0)])["input_features"]
     np.testing.assert_array_equal(found, dithered([silence(1.0)])["input_features"])
     # As noise of that amplitude, at every frequency.
@@ -188,8 +184,7 @@ def test_speech2text_features_equal_transformers(tmp_path, settings, sound):
 @needs_transformers5
 @pytest.mark.parametrize("sound", [sine, chirp, noise, speech])
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"feature_size": 128, "hop_length": 80, "win_length": 300, "preemphasis": 0.5}],
+    "settings", [{}, {"feature_size": 128, "hop_length": 80, "win_length": 300, "preemphasis": 0.5}]
 )
 def test_parakeet_features_equal_transformers(tmp_path, settings, sound):
     reference = extractor("parakeet", "Parakeet", **settings)
@@ -208,10 +203,7 @@ def test_parakeet_features_equal_transformers(tmp_path, settings, sound):
 
 
 def test_speech2text_features_of_silence_are_zero(tmp_path):
-    processor = AudioProcessor.open(
-        write_config(tmp_path, feature_extractor_type="Speech2TextFeatureExtractor")
-    )
-    found = processor([silence(1.0)])["input_features"]
+    found = open_kind(tmp_path, "Speech2Text")([silence(1.0)])["input_features"]
     np.testing.assert_allclose(found, 0, atol=ROUNDING * 16)  # the logarithms are -16
 
 
@@ -243,48 +235,32 @@ def test_an_old_file_without_a_type_is_read_by_the_model_type(
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("kind", "settings", "message"),
     [
-        ({}, "feature extractor '' is not supported. Supported: WhisperFeatureExtractor, "),
+        ("Clap", {}, "'ClapFeatureExtractor' is not supported. Supported: WhisperFeatureExtractor"),
+        ("Wisper", {}, "did you mean 'Whisper'?"),
+        ("Wav2Vec2", {"feature_size": 2}, "feature_size is 2, expected 1"),
+        ("Wav2Vec2", {"padding_side": "left"}, "padding_side is 'left', expected 'right'"),
+        ("AST", {"sampling_rate": 8000}, "sampling_rate is 8000, expected 16000"),
+        ("Whisper", {"hop_length": 1}, "hop_length is 1"),
+        ("Whisper", {"n_fft": 1e9}, "n_fft is 1000000000"),
+        ("Whisper", {"chunk_length": 3600, "sampling_rate": 768000}, "chunk_length is 3600"),
         (
-            {"feature_extractor_type": "ClapFeatureExtractor"},
-            "'ClapFeatureExtractor' is not supported",
-        ),
-        ({"feature_extractor_type": "WisperFeatureExtractor"}, "did you mean 'Whisper'?"),
-        (
-            {"feature_extractor_type": "Wav2Vec2FeatureExtractor", "feature_size": 2},
-            "feature_size is 2, expected 1",
-        ),
-        (
-            {"feature_extractor_type": "Wav2Vec2FeatureExtractor", "padding_side": "left"},
-            "padding_side is 'left', expected 'right'",
-        ),
-        (
-            {"feature_extractor_type": "ASTFeatureExtractor", "sampling_rate": 8000},
-            "sampling_rate is 8000, expected 16000",
-        ),
-        ({"feature_extractor_type": "WhisperFeatureExtractor", "hop_length": 1}, "hop_length is 1"),
-        (
-            {"feature_extractor_type": "WhisperFeatureExtractor", "n_fft": 1e9},
-            "n_fft is 1000000000",
-        ),
-        (
-            {
-                "feature_extractor_type": "WhisperFeatureExtractor",
-                "chunk_length": 3600,
-                "sampling_rate": 768000,
-            },
-            "chunk_length is 3600",
-        ),
-        (
-            {"feature_extractor_type": "WhisperFeatureExtractor", "sampling_rate": "fast"},
-            "sampling_rate is 'fast', expected an integer",
+            "Whisper",
+            {"sampling_rate": "fast"},
+            "is 'fast', expected an integer",
         ),
     ],
 )
-def test_unsupported_extractors_and_settings_are_named(tmp_path, config, message):
+def test_unsupported_extractors_and_settings_are_named(tmp_path, kind, settings, message):
     with pytest.raises(ArtifactError, match=re.escape(message)):
-        AudioProcessor.open(write_config(tmp_path, **config))
+        open_kind(tmp_path, kind, **settings)
+
+
+def test_file_without_a_type_is_refused(tmp_path):
+    write_config(tmp_path)
+    with pytest.raises(ArtifactError, match="feature extractor '' is not supported"):
+        AudioProcessor.open(tmp_path)
 
 
 def test_missing_file_is_named(tmp_path):
@@ -304,16 +280,10 @@ def test_missing_file_is_named(tmp_path):
     ],
 )
 def test_unusable_waveforms_are_named(tmp_path, kind, wave, message):
-    processor = AudioProcessor.open(
-        write_config(tmp_path, feature_extractor_type=f"{kind}FeatureExtractor")
-    )
     with pytest.raises(InputError, match=re.escape(message)):
-        processor([noise(1.0), wave], first=2)
+        open_kind(tmp_path, kind)([noise(1.0), wave], first=2)
 
 
 @pytest.mark.parametrize("kind", ["Whisper", "Wav2Vec2", "AST", "Speech2Text", "Parakeet"])
 def test_no_waveforms_give_an_empty_batch(tmp_path, kind):
-    processor = AudioProcessor.open(
-        write_config(tmp_path, feature_extractor_type=f"{kind}FeatureExtractor")
-    )
-    assert all(len(array) == 0 for array in processor([]).values())
+    assert all(len(array) == 0 for array in open_kind(tmp_path, kind)([]).values())

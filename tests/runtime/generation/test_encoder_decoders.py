@@ -1,12 +1,11 @@
 """Encoder-decoders generate the tokens of PyTorch's `generate`, alone and in batches."""
 
-import warnings
-
 import numpy as np
 import pytest
 
 from enginery import export_model, load_model
 from enginery.core.errors import ArtifactError, InputError
+from tests.tiny_generators import filled, reference_tokens
 
 TASK = "text2text-generation-with-past"
 TEXTS = [
@@ -26,30 +25,6 @@ CASES = {
 }
 
 
-def reference(source, texts, **options):
-    """The new tokens of transformers for each text alone, and the scores of beam search."""
-    import torch
-    from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    model = AutoModelForSeq2SeqLM.from_pretrained(source).eval()
-    tokens, scores = [], []
-    for text in texts:
-        inputs = tokenizer([text], return_tensors="pt", return_token_type_ids=False)
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found = model.generate(
-                **inputs,
-                do_sample=False,
-                return_dict_in_generate=True,
-                output_scores=True,
-                **options,
-            )
-        tokens += [row[1:].tolist() for row in found.sequences]
-        scores += getattr(found, "sequences_scores", torch.zeros(0)).tolist()
-    return tokens, scores, model.config.pad_token_id
-
-
 @pytest.mark.parametrize(
     "kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in MORE_KINDS)]
 )
@@ -60,16 +35,14 @@ def test_tokens_are_those_of_pytorch(tiny_model, home, kind):
     with load_model(artifact) as model:
         for name, case in CASES.items():
             options = {"max_new_tokens": 15, **case}
-            tokens, scores, pad = reference(source, TEXTS, **options)
+            tokens, scores, pad = reference_tokens(source, TEXTS, **options)
             together = model.generate(TEXTS, **options)
             alone = model.generate(TEXTS, batch_size=1, **options)
             for found in (together, alone):
-                # transformers fills results of one input up to the longest.
-                filled = [
-                    [*each.tokens, *[pad] * (len(wanted) - len(each.tokens))]
+                assert [
+                    filled(each.tokens, len(wanted), pad)
                     for each, wanted in zip(found, tokens, strict=True)
-                ]
-                assert filled == tokens, name
+                ] == tokens, name
                 if scores:
                     np.testing.assert_allclose([each.score for each in found], scores, rtol=1e-4)
         assert "".join(model.stream(TEXTS[0])) == model.generate(TEXTS[:1])[0].text
@@ -97,7 +70,7 @@ def test_graphs_of_optimum_open_in_its_class(tiny_model, home):
 
     source = tiny_model("t5", "text2text-generation")
     artifact = export_model(str(source), task=TASK, layout="optimum")
-    tokens, _, _ = reference(source, TEXTS[:1], max_new_tokens=8)
+    tokens, _, _ = reference_tokens(source, TEXTS[:1], max_new_tokens=8)
     model = ORTModelForSeq2SeqLM.from_pretrained(artifact.path)
     inputs = AutoTokenizer.from_pretrained(source)(TEXTS[:1], return_tensors="pt")
     assert model.generate(**inputs, max_new_tokens=8)[0][1:].tolist() == tokens[0]

@@ -71,14 +71,12 @@ def runner_of(model):
 
 
 @pytest.fixture(scope="module")
-def gpt2(tiny_model, session_home):
+def gpt2(tiny_model):
     """GPT-2's decoder with a growing cache, its graphs, and the fixed ones by their attention."""
     from transformers import AutoModelForCausalLM
 
     source = tiny_model("gpt2", "text-generation")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ENGINERY_HOME", str(session_home))
-        artifact = export_model(str(source), task="text-generation-with-past")
+    artifact = export_model(str(source), task="text-generation-with-past")
     (graphs,) = DecoderGraphs.find_all(artifact.manifest.graphs)
     weights = AutoModelForCausalLM.from_pretrained(source)
     models = {
@@ -476,14 +474,12 @@ def test_each_size_is_recorded_once_in_a_thread_and_prompts_never(on_gpu):
 
 
 @pytest.fixture(scope="module")
-def bart(tiny_model, session_home):
+def bart(tiny_model):
     """BART as it is loaded, and its decoder with a fixed cache."""
     from transformers import AutoModelForSeq2SeqLM
 
     source = tiny_model("bart", "text2text-generation")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ENGINERY_HOME", str(session_home))
-        artifact = export_model(str(source), task="text2text-generation-with-past")
+    artifact = export_model(str(source), task="text2text-generation-with-past")
     decoder = fixed_bart(AutoModelForSeq2SeqLM.from_pretrained(source))
     record = graph_record(decoder, "decoder_model_fixed_cache.onnx")
     with load_model(artifact) as model, OrtRunner(artifact, graph="encoder_model.onnx") as encoder:

@@ -1,13 +1,12 @@
 """Decoders generate the tokens of PyTorch's `generate`, alone and in batches."""
 
-import warnings
-
 import numpy as np
 import pytest
 
 from enginery import export_model, load_model
 from enginery.core.errors import ArtifactError, InputError
 from tests.tiny import DECODER_KINDS
+from tests.tiny_generators import filled, reference_tokens
 
 TEXTS = ["The engine", "Who built the bridge over the river in", "A"]
 KINDS = ("gpt2", "llama", "opt", "qwen3")
@@ -38,31 +37,6 @@ def decoder(tiny_model, home):
     return make
 
 
-def reference(source, texts, **options):
-    """The new tokens of transformers for each text alone, and the scores of beam search."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    model = AutoModelForCausalLM.from_pretrained(source).eval()
-    tokens, scores = [], []
-    for text in texts:
-        inputs = tokenizer([text], return_tensors="pt", return_token_type_ids=False)
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found = model.generate(
-                **inputs,
-                pad_token_id=0,
-                do_sample=False,
-                return_dict_in_generate=True,
-                output_scores=True,
-                **options,
-            )
-        tokens += [row[inputs.input_ids.shape[1] :].tolist() for row in found.sequences]
-        scores += getattr(found, "sequences_scores", torch.zeros(0)).tolist()
-    return tokens, scores
-
-
 @pytest.mark.more
 @pytest.mark.parametrize(
     "kind",
@@ -77,14 +51,12 @@ def test_tokens_are_those_of_pytorch(decoder, kind):
     with load_model(artifact) as model:
         for name, case in CASES.items():
             options = {"max_new_tokens": 15, **case}
-            tokens, scores = reference(source, TEXTS, **options)
+            tokens, scores, pad = reference_tokens(source, TEXTS, **options)
             found = model.generate(TEXTS, **options)
-            # transformers fills results of one input up to the longest.
-            filled = [
-                [*each.tokens, *[0] * (len(wanted) - len(each.tokens))]
+            assert [
+                filled(each.tokens, len(wanted), pad)
                 for each, wanted in zip(found, tokens, strict=True)
-            ]
-            assert filled == tokens, name
+            ] == tokens, name
             if scores:
                 np.testing.assert_allclose([each.score for each in found], scores, rtol=1e-4)
 
@@ -181,10 +153,7 @@ def test_samples_of_beams_are_among_the_allowed_tokens(decoder):
     ],
 )
 def test_bad_input_is_an_error(decoder, texts, options, message):
-    with (
-        load_model(decoder("gpt2")[1]) as model,
-        pytest.raises(InputError, match=message),
-    ):
+    with load_model(decoder("gpt2")[1]) as model, pytest.raises(InputError, match=message):
         model.generate(texts, **options)
 
 

@@ -34,11 +34,9 @@ def source(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def model(source, session_home):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ENGINERY_HOME", str(session_home))
-        with load_model(export_model(str(source), task=TASK)) as model:
-            yield model
+def model(source):
+    with load_model(export_model(str(source), task=TASK)) as model:
+        yield model
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -32,15 +33,14 @@ LABELS = [
     Classification((Label("glad", 0.75), Label("müde", 0.25))),
     Classification((Label("müde", 0.5), Label("glad", 0.5))),
 ]
+LABELLED = ("classify", "classify_images", "zero_shot_images", "classify_audio")
+"""Tasks whose results are labels."""
 SMALL = Box(-1, 0, 5, 6)
 MASK = make_segment("", None, np.array([[True, True, True, False]])).mask
 RESULTS: dict[str, list[Any]] = {
     "embed": [np.array([0.5, -1.0], np.float32), np.array([0.0, 2.0], np.float32)],
     "embed_images": [np.array([0.5, -1.0], np.float32)],
-    "classify": LABELS,
-    "classify_images": LABELS,
-    "zero_shot_images": LABELS,
-    "classify_audio": LABELS[:1],
+    **dict.fromkeys(LABELLED, LABELS),
     "tag": [[TokenSpan("PER", 0.5, 0, 3, "Ada"), TokenSpan("LOC", 0.25, 13, 19, "London")], []],
     "answer": [
         [ContextAnswer("London", 0.75, 13, 19), ContextAnswer("Ada", 0.25, 0, 3)],
@@ -60,238 +60,6 @@ RESULTS: dict[str, list[Any]] = {
 }
 """A made-up result for each task."""
 
-RANKED = ["label: string", "score: float"]
-LABEL_COLUMNS = {
-    0: [
-        *RANKED,
-        "scores: list<item: struct<label: string, score: float>>",
-    ],
-    1: RANKED,
-}
-ANSWER_COLUMNS = ["answer: string", "score: float", "start: int64", "end: int64"]
-COLUMNS: dict[tuple[str, int], list[str]] = {
-    ("embed", 0): ["embedding: fixed_size_list<item: float>[2]"],
-    ("embed_images", 0): ["embedding: fixed_size_list<item: float>[2]"],
-    **{
-        (verb, top_k): columns
-        for verb in ("classify", "classify_images", "classify_audio", "zero_shot_images")
-        for top_k, columns in LABEL_COLUMNS.items()
-    },
-    ("tag", 0): [
-        "spans: list<item: struct<label: string, score: float, start: int64, end: int64, "
-        "text: string>>"
-    ],
-    ("answer", 1): ANSWER_COLUMNS,
-    ("answer", 2): [
-        *ANSWER_COLUMNS,
-        "answers: list<item: struct<text: string, score: float, start: int64, end: int64>>",
-    ],
-    ("fill", 1): [
-        "masks: list<item: list<item: struct<token: string, token_id: int64, score: float, "
-        "sequence: string>>>"
-    ],
-    ("detect", 0): [
-        "detections: list<item: struct<label: string, score: float, box: struct<xmin: int64, "
-        "ymin: int64, xmax: int64, ymax: int64>>>"
-    ],
-    ("segment", 0): ["segments: list<item: struct<label: string, score: float, mask: string>>"],
-    ("transcribe", 0): ["text: string", "score: float"],
-}
-"""Verb and `top_k`, 0 if it is left out -> columns of a table."""
-
-LABEL_ROWS = [
-    {
-        "label": "glad",
-        "score": 0.75,
-        "scores": [{"label": "glad", "score": 0.75}, {"label": "müde", "score": 0.25}],
-    },
-    {
-        "label": "müde",
-        "score": 0.5,
-        "scores": [{"label": "müde", "score": 0.5}, {"label": "glad", "score": 0.5}],
-    },
-]
-ROWS: dict[tuple[str, int], list[dict[str, Any]]] = {
-    ("embed", 0): [{"embedding": [0.5, -1.0]}, {"embedding": [0.0, 2.0]}],
-    ("embed_images", 0): [{"embedding": [0.5, -1.0]}],
-    ("classify", 0): LABEL_ROWS,
-    ("classify", 1): [{"label": "glad", "score": 0.75}, {"label": "müde", "score": 0.5}],
-    ("classify_images", 0): LABEL_ROWS,
-    ("zero_shot_images", 0): LABEL_ROWS,
-    ("zero_shot_images", 1): [{"label": "glad", "score": 0.75}, {"label": "müde", "score": 0.5}],
-    ("classify_images", 1): [{"label": "glad", "score": 0.75}, {"label": "müde", "score": 0.5}],
-    ("classify_audio", 0): LABEL_ROWS[:1],
-    ("classify_audio", 1): [{"label": "glad", "score": 0.75}],
-    ("tag", 0): [
-        {
-            "spans": [
-                {"label": "PER", "score": 0.5, "start": 0, "end": 3, "text": "Ada"},
-                {"label": "LOC", "score": 0.25, "start": 13, "end": 19, "text": "London"},
-            ]
-        },
-        {"spans": []},
-    ],
-    ("answer", 1): [
-        {"answer": "London", "score": 0.75, "start": 13, "end": 19},
-        {"answer": "", "score": 0.5, "start": 0, "end": 0},
-    ],
-    ("answer", 2): [
-        {
-            "answer": "London",
-            "score": 0.75,
-            "start": 13,
-            "end": 19,
-            "answers": [
-                {"text": "London", "score": 0.75, "start": 13, "end": 19},
-                {"text": "Ada", "score": 0.25, "start": 0, "end": 3},
-            ],
-        },
-        {
-            "answer": "",
-            "score": 0.5,
-            "start": 0,
-            "end": 0,
-            "answers": [{"text": "", "score": 0.5, "start": 0, "end": 0}],
-        },
-    ],
-    ("fill", 1): [
-        {
-            "masks": [
-                [
-                    {"token": "warm", "token_id": 7, "score": 0.5, "sequence": "it is warm"},
-                    {"token": "cöld", "token_id": 8, "score": 0.25, "sequence": "it is cöld"},
-                ],
-                [{"token": "on", "token_id": 9, "score": 0.125, "sequence": "it is on"}],
-            ]
-        }
-    ],
-    ("detect", 0): [
-        {
-            "detections": [
-                {
-                    "label": "cat",
-                    "score": 0.75,
-                    "box": {"xmin": 1, "ymin": 2, "xmax": 30, "ymax": 40},
-                },
-                {"label": "ox", "score": 0.5, "box": {"xmin": -1, "ymin": 0, "xmax": 5, "ymax": 6}},
-            ]
-        },
-        {"detections": []},
-    ],
-    ("segment", 0): [
-        {
-            "segments": [
-                {"label": "sky", "score": None, "mask": MASK},
-                {"label": "car", "score": 0.5, "mask": MASK},
-            ]
-        },
-        {"segments": []},
-    ],
-    ("transcribe", 0): [{"text": "it is warm", "score": 0.5}, {"text": "", "score": 0.25}],
-}
-
-LABEL_OUTPUTS = [("label", "BYTES", [-1, -1]), ("score", "FP32", [-1, -1])]
-OUTPUTS: dict[str, list[tuple[str, str, list[int]]]] = {
-    "embed": [("embedding", "FP32", [-1, 2])],
-    "embed_images": [("embedding", "FP32", [-1, 2])],
-    "classify": LABEL_OUTPUTS,
-    "classify_images": LABEL_OUTPUTS,
-    "zero_shot_images": LABEL_OUTPUTS,
-    "classify_audio": LABEL_OUTPUTS,
-    "tag": [("entities", "BYTES", [-1])],
-    "answer": [
-        ("answer", "BYTES", [-1, -1]),
-        ("score", "FP32", [-1, -1]),
-        ("start", "INT64", [-1, -1]),
-        ("end", "INT64", [-1, -1]),
-    ],
-    "fill": [("fillings", "BYTES", [-1])],
-    "detect": [("detections", "BYTES", [-1])],
-    "segment": [("segments", "BYTES", [-1])],
-    "transcribe": [("text", "BYTES", [-1]), ("score", "FP32", [-1])],
-}
-"""Verb -> name, datatype and shape of each tensor, as the Open Inference Protocol declares them."""
-
-LABEL_TENSORS = [
-    ("label", "BYTES", (2, 2), [b"glad", "müde".encode(), "müde".encode(), b"glad"]),
-    ("score", "FP32", (2, 2), [0.75, 0.25, 0.5, 0.5]),
-]
-TENSORS: dict[str, list[tuple[str, str, tuple[int, ...], list[Any]]]] = {
-    "embed": [("embedding", "FP32", (2, 2), [0.5, -1.0, 0.0, 2.0])],
-    "embed_images": [("embedding", "FP32", (1, 2), [0.5, -1.0])],
-    "classify": LABEL_TENSORS,
-    "classify_images": LABEL_TENSORS,
-    "zero_shot_images": LABEL_TENSORS,
-    "classify_audio": [
-        ("label", "BYTES", (1, 2), [b"glad", "müde".encode()]),
-        ("score", "FP32", (1, 2), [0.75, 0.25]),
-    ],
-    "tag": [
-        (
-            "entities",
-            "BYTES",
-            (2,),
-            [
-                b'[{"label": "PER", "score": 0.5, "start": 0, "end": 3, "text": "Ada"}, '
-                b'{"label": "LOC", "score": 0.25, "start": 13, "end": 19, "text": "London"}]',
-                b"[]",
-            ],
-        )
-    ],
-    "answer": [
-        ("answer", "BYTES", (2, 2), [b"London", b"Ada", b"", b""]),
-        ("score", "FP32", (2, 2), [0.75, 0.25, 0.5, 0.0]),
-        ("start", "INT64", (2, 2), [13, 0, 0, 0]),
-        ("end", "INT64", (2, 2), [19, 3, 0, 0]),
-    ],
-    "fill": [
-        (
-            "fillings",
-            "BYTES",
-            (1,),
-            [
-                (
-                    '{"masks": [[{"token": "warm", "token_id": 7, "score": 0.5, '
-                    '"sequence": "it is warm"}, {"token": "cöld", "token_id": 8, "score": 0.25, '
-                    '"sequence": "it is cöld"}], [{"token": "on", "token_id": 9, '
-                    '"score": 0.125, "sequence": "it is on"}]]}'
-                ).encode()
-            ],
-        )
-    ],
-    "detect": [
-        (
-            "detections",
-            "BYTES",
-            (2,),
-            [
-                b'[{"label": "cat", "score": 0.75, "box": {"xmin": 1, "ymin": 2, "xmax": 30, '
-                b'"ymax": 40}}, {"label": "ox", "score": 0.5, "box": {"xmin": -1, "ymin": 0, '
-                b'"xmax": 5, "ymax": 6}}]',
-                b"[]",
-            ],
-        )
-    ],
-    "segment": [
-        (
-            "segments",
-            "BYTES",
-            (2,),
-            [
-                (
-                    f'[{{"label": "sky", "score": null, "mask": "{MASK}"}}, '
-                    f'{{"label": "car", "score": 0.5, "mask": "{MASK}"}}]'
-                ).encode(),
-                b"[]",
-            ],
-        )
-    ],
-    "transcribe": [
-        ("text", "BYTES", (2,), [b"it is warm", b""]),
-        ("score", "FP32", (2,), [0.5, 0.25]),
-    ],
-}
-
 LABEL_JSON = [
     '{"labels":[{"label":"glad","score":0.75},{"label":"müde","score":0.25}]}',
     '{"labels":[{"label":"müde","score":0.5},{"label":"glad","score":0.5}]}',
@@ -299,10 +67,7 @@ LABEL_JSON = [
 JSON: dict[str, list[str]] = {
     "embed": ["[0.5,-1.0]", "[0.0,2.0]"],
     "embed_images": ["[0.5,-1.0]"],
-    "classify": LABEL_JSON,
-    "classify_images": LABEL_JSON,
-    "zero_shot_images": LABEL_JSON,
-    "classify_audio": LABEL_JSON[:1],
+    **dict.fromkeys(LABELLED, LABEL_JSON),
     "tag": [
         '[{"label":"PER","score":0.5,"start":0,"end":3,"text":"Ada"},'
         '{"label":"LOC","score":0.25,"start":13,"end":19,"text":"London"}]',
@@ -331,6 +96,111 @@ JSON: dict[str, list[str]] = {
     "transcribe": ['{"text":"it is warm","score":0.5}', '{"text":"","score":0.25}'],
 }
 
+RANKED = ["label: string", "score: float"]
+LABEL_COLUMNS = {0: [*RANKED, "scores: list<item: struct<label: string, score: float>>"], 1: RANKED}
+ANSWER_COLUMNS = ["answer: string", "score: float", "start: int64", "end: int64"]
+COLUMNS: dict[tuple[str, int], list[str]] = {
+    ("embed", 0): ["embedding: fixed_size_list<item: float>[2]"],
+    ("embed_images", 0): ["embedding: fixed_size_list<item: float>[2]"],
+    **{(verb, top_k): columns for verb in LABELLED for top_k, columns in LABEL_COLUMNS.items()},
+    ("tag", 0): [
+        "spans: list<item: struct<label: string, score: float, start: int64, end: int64, "
+        "text: string>>"
+    ],
+    ("answer", 1): ANSWER_COLUMNS,
+    ("answer", 2): [
+        *ANSWER_COLUMNS,
+        "answers: list<item: struct<text: string, score: float, start: int64, end: int64>>",
+    ],
+    ("fill", 1): [
+        "masks: list<item: list<item: struct<token: string, token_id: int64, score: float, "
+        "sequence: string>>>"
+    ],
+    ("detect", 0): [
+        "detections: list<item: struct<label: string, score: float, box: struct<xmin: int64, "
+        "ymin: int64, xmax: int64, ymax: int64>>>"
+    ],
+    ("segment", 0): ["segments: list<item: struct<label: string, score: float, mask: string>>"],
+    ("transcribe", 0): ["text: string", "score: float"],
+}
+"""Verb and `top_k`, 0 if it is left out -> columns of a table."""
+
+ANSWER_ROWS = [
+    {"answer": "London", "score": 0.75, "start": 13, "end": 19},
+    {"answer": "", "score": 0.5, "start": 0, "end": 0},
+]
+FIRST_LABELS = [{"label": "glad", "score": 0.75}, {"label": "müde", "score": 0.5}]
+PLAIN = {verb: [orjson.loads(text) for text in texts] for verb, texts in JSON.items()}
+LABEL_ROWS = [
+    {**first, "scores": each["labels"]}
+    for first, each in zip(FIRST_LABELS, PLAIN["classify"], strict=True)
+]
+ROWS: dict[tuple[str, int], list[dict[str, Any]]] = {
+    ("embed", 0): [{"embedding": vector} for vector in PLAIN["embed"]],
+    ("embed_images", 0): [{"embedding": vector} for vector in PLAIN["embed_images"]],
+    **{(verb, 0): LABEL_ROWS for verb in LABELLED},
+    **{(verb, 1): FIRST_LABELS for verb in LABELLED},
+    ("tag", 0): [{"spans": spans} for spans in PLAIN["tag"]],
+    ("answer", 1): ANSWER_ROWS,
+    ("answer", 2): [
+        {**first, "answers": answers}
+        for first, answers in zip(ANSWER_ROWS, PLAIN["answer"], strict=True)
+    ],
+    ("fill", 1): PLAIN["fill"],
+    ("detect", 0): [{"detections": boxes} for boxes in PLAIN["detect"]],
+    ("segment", 0): [{"segments": segments} for segments in PLAIN["segment"]],
+    ("transcribe", 0): PLAIN["transcribe"],
+}
+
+LABEL_OUTPUTS = [("label", "BYTES", [-1, -1]), ("score", "FP32", [-1, -1])]
+OUTPUTS: dict[str, list[tuple[str, str, list[int]]]] = {
+    "embed": [("embedding", "FP32", [-1, 2])],
+    "embed_images": [("embedding", "FP32", [-1, 2])],
+    **dict.fromkeys(LABELLED, LABEL_OUTPUTS),
+    "tag": [("entities", "BYTES", [-1])],
+    "answer": [
+        ("answer", "BYTES", [-1, -1]),
+        ("score", "FP32", [-1, -1]),
+        ("start", "INT64", [-1, -1]),
+        ("end", "INT64", [-1, -1]),
+    ],
+    "fill": [("fillings", "BYTES", [-1])],
+    "detect": [("detections", "BYTES", [-1])],
+    "segment": [("segments", "BYTES", [-1])],
+    "transcribe": [("text", "BYTES", [-1]), ("score", "FP32", [-1])],
+}
+"""Verb -> name, datatype and shape of each tensor, as the Open Inference Protocol declares them."""
+
+
+def json_bytes(verb: str) -> list[bytes]:
+    """Return the results' JSON with the spaces that Python's module puts in."""
+    return [json.dumps(result, ensure_ascii=False).encode() for result in PLAIN[verb]]
+
+
+LABEL_TENSORS = [
+    ("label", "BYTES", (2, 2), [b"glad", "müde".encode(), "müde".encode(), b"glad"]),
+    ("score", "FP32", (2, 2), [0.75, 0.25, 0.5, 0.5]),
+]
+TENSORS: dict[str, list[tuple[str, str, tuple[int, ...], list[Any]]]] = {
+    "embed": [("embedding", "FP32", (2, 2), [0.5, -1.0, 0.0, 2.0])],
+    "embed_images": [("embedding", "FP32", (1, 2), [0.5, -1.0])],
+    **dict.fromkeys(LABELLED, LABEL_TENSORS),
+    "tag": [("entities", "BYTES", (2,), json_bytes("tag"))],
+    "answer": [
+        ("answer", "BYTES", (2, 2), [b"London", b"Ada", b"", b""]),
+        ("score", "FP32", (2, 2), [0.75, 0.25, 0.5, 0.0]),
+        ("start", "INT64", (2, 2), [13, 0, 0, 0]),
+        ("end", "INT64", (2, 2), [19, 3, 0, 0]),
+    ],
+    "fill": [("fillings", "BYTES", (1,), json_bytes("fill"))],
+    "detect": [("detections", "BYTES", (2,), json_bytes("detect"))],
+    "segment": [("segments", "BYTES", (2,), json_bytes("segment"))],
+    "transcribe": [
+        ("text", "BYTES", (2,), [b"it is warm", b""]),
+        ("score", "FP32", (2,), [0.5, 0.25]),
+    ],
+}
+
 LABEL_WORDS = [
     ({"answer": "glad 0.75, müde 0.25"}, '{"labels":'),
     ({"answer": "müde 0.50, glad 0.50"}, '{"labels":'),
@@ -341,10 +211,7 @@ WORDS: dict[str, list[tuple[dict[str, str], str]]] = {
         ({"embedding": "2 dims", "nearest": "a", "cosine": "-0.894"}, '{"dims":2,"nearest":"a",'),
     ],
     "embed_images": [({"embedding": "2 dims"}, '{"dims":2}')],
-    "classify": LABEL_WORDS,
-    "classify_images": LABEL_WORDS,
-    "zero_shot_images": LABEL_WORDS,
-    "classify_audio": LABEL_WORDS[:1],
+    **dict.fromkeys(LABELLED, LABEL_WORDS),
     "tag": [
         ({"answer": "Ada (PER 0.50); London (LOC 0.25)"}, '{"spans":[{"label":"PER"'),
         ({"answer": "nothing found"}, '{"spans":[]}'),
@@ -381,9 +248,7 @@ VECTOR_SIGNATURE = '[{"type": "tensor", "tensor-spec": {"dtype": "float32", "sha
 SIGNATURES = {
     "embed": VECTOR_SIGNATURE,
     "embed_images": VECTOR_SIGNATURE,
-    "classify": LABEL_SIGNATURE,
-    "classify_images": LABEL_SIGNATURE,
-    "classify_audio": LABEL_SIGNATURE,
+    **dict.fromkeys(("classify", "classify_images", "classify_audio"), LABEL_SIGNATURE),
     "tag": '[{"type": "array", "items": {"type": "object", "properties": {"end": {"type": "long", '
     '"required": true}, "label": {"type": "string", "required": true}, "score": {"type": "double", '
     '"required": true}, "start": {"type": "long", "required": true}, "text": {"type": "string", '
@@ -455,20 +320,12 @@ def test_columns_of_generated_texts(count):
     kinds = {"generated": "string", "finish": "string", "score": "float"}
     if count > 1:
         kinds = {name: f"list<item: {kind}>" for name, kind in kinds.items()}
-    assert {field.name: str(field.type) for field in columns.schema} == {
-        **kinds,
-        "error": "string",
-    }
+    types = {field.name: str(field.type) for field in columns.schema}
+    assert types == {**kinds, "error": "string"}
     texts = [Generation("warm", (1, 2), "stop", None), Generation("cold", (3,), "length", -0.5)]
     expected = {
         1: [{"generated": "warm", "finish": "stop", "score": None}],
-        2: [
-            {
-                "generated": ["warm", "cold"],
-                "finish": ["stop", "length"],
-                "score": [None, -0.5],
-            }
-        ],
+        2: [{"generated": ["warm", "cold"], "finish": ["stop", "length"], "score": [None, -0.5]}],
     }
     assert rows_of(columns, [texts[:count]]) == expected[count]
 
@@ -540,13 +397,11 @@ def test_words_for_people(verb):
         assert orjson.dumps(described.values).decode().startswith(begins)
 
 
+NOT_FINITE_LABELS = [Classification((Label("glad", 0.5), Label("müde", math.nan)))]
 NOT_FINITE: dict[str, list[Any]] = {
     "embed": [np.array([1, math.nan], np.float32), np.array([math.inf], np.float32)],
     "embed_images": [np.array([-math.inf, 0], np.float32)],
-    "classify": [Classification((Label("glad", 0.5), Label("müde", math.nan)))],
-    "classify_images": [Classification((Label("glad", math.inf),))],
-    "zero_shot_images": [Classification((Label("glad", math.nan),))],
-    "classify_audio": [Classification((Label("glad", math.nan),))],
+    **dict.fromkeys(LABELLED, NOT_FINITE_LABELS),
     "tag": [[TokenSpan("PER", 0.5, 0, 3, "Ada"), TokenSpan("PER", math.nan, 0, 3, "Ada")]],
     "answer": [[ContextAnswer("", math.nan, 0, 0)]],
     "fill": [MaskFillings(((), (Filling("warm", 7, math.inf, "it is warm"),)))],

@@ -45,11 +45,7 @@ def template(tmp_path):
 def test_the_prompt_is_that_of_transformers(template):
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    for variables in (
-        {},
-        {"add_generation_prompt": True},
-        {"tools": [{"name": "größer", "n": 1}]},
-    ):
+    for variables in ({}, {"add_generation_prompt": True}, {"tools": [{"name": "größer", "n": 1}]}):
         wanted, _ = render_jinja_template(
             [MESSAGES], chat_template=CHATML, eos_token="</s>", **variables
         )

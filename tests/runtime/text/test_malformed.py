@@ -30,26 +30,13 @@ SENTENCE = {
 }
 TOKENIZER = {
     "tokenizer_config.json": (
-        "tokenizer_class",
-        "model_max_length",
-        "do_lower_case",
-        "strip_accents",
-        "add_prefix_space",
-        "added_tokens_decoder",
-        "truncation_side",
-        "padding_side",
-        "pad_token",
-        "mask_token",
-        "clean_up_tokenization_spaces",
-        "tokenize_chinese_chars",
+        *("tokenizer_class", "model_max_length", "do_lower_case", "strip_accents"),
+        *("add_prefix_space", "added_tokens_decoder", "truncation_side", "padding_side"),
+        *("pad_token", "mask_token", "clean_up_tokenization_spaces", "tokenize_chinese_chars"),
     ),
     "special_tokens_map.json": ("pad_token", "unk_token", "cls_token", "mask_token"),
     "config.json": (
-        "max_position_embeddings",
-        "id2label",
-        "problem_type",
-        "model_type",
-        "pad_token_id",
+        *("max_position_embeddings", "id2label", "problem_type", "model_type", "pad_token_id"),
     ),
 }
 
@@ -86,20 +73,10 @@ def test_text_files_with_wrong_values_work_or_are_rejected(tiny, altered):
         task.pooling.pool(np.ones((1, 2, 4)), np.ones((1, 2)))
 
     read()
-    places = (
-        [(name, (key,)) for name, keys in TOKENIZER.items() for key in keys]
-        + [
-            (name, (key,))
-            for name, value in SENTENCE.items()
-            if isinstance(value, dict)
-            for key in value
-        ]
-        + [("modules.json", (i, key)) for i in (0, 1) for key in ("type", "path")]
-        + [
-            ("modules.json", (0,)),
-            ("config_sentence_transformers.json", ("prompts", "q")),
-        ]
-    )
+    documents = {**TOKENIZER, **{n: list(v) for n, v in SENTENCE.items() if isinstance(v, dict)}}
+    places = [(name, (key,)) for name, keys in documents.items() for key in keys]
+    places += [("modules.json", (i, key)) for i in (0, 1) for key in ("type", "path")]
+    places += [("modules.json", (0,)), ("config_sentence_transformers.json", ("prompts", "q"))]
     outcomes = []
     for name, place in places:
         file = artifact.path / name
@@ -122,16 +99,8 @@ def test_image_files_with_wrong_values_work_or_are_rejected(tiny, altered):
         ImageProcessor.open(artifact.path)(image)
 
     keys = (
-        "size",
-        "crop_pct",
-        "resample",
-        "do_resize",
-        "do_rescale",
-        "rescale_factor",
-        "do_normalize",
-        "image_mean",
-        "image_std",
-        "image_processor_type",
+        *("size", "crop_pct", "resample", "do_resize", "do_rescale", "rescale_factor"),
+        *("do_normalize", "image_mean", "image_std", "image_processor_type"),
     )
     outcomes = []
     for kind in ("ConvNext", "ViT", "CLIP"):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
 from enginery.core.errors import ArtifactError, InputError
 from enginery.runtime.model import load_model
+from tests.core.artifacts import verdict
 from tests.tiny import TEXT_KINDS, with_more
 from tests.tolerances import OUTPUTS, SCORES
 
@@ -276,20 +275,10 @@ def test_a_task_without_answers_is_rejected(tiny):
 
 
 def test_a_failed_artifact_is_rejected(tiny, altered):
-    from enginery.core.artifact.manifest import Verdict
     from enginery.core.errors import RejectedArtifactError
 
     artifact = altered(tiny.artifact("bert", "text-classification"), {})
-    verdict = Verdict(
-        stage="validate",
-        key="k",
-        fields={},
-        passed=False,
-        summary="off by 3",
-        report="reports/validation.json",
-        finished="2026-01-01T00:00:00+00:00",
-    )
-    failed = artifact.annotate(verdict, json.dumps({}).encode())
+    failed = artifact.annotate(verdict(artifact, passed=False, summary="off by 3"), b"{}")
     with pytest.raises(RejectedArtifactError, match="off by 3"):
         load_model(failed.path)
     assert load_model(failed.path, allow_failed=True).classify(["x"])

@@ -15,13 +15,7 @@ from enginery.serve.http import lifecycle as lifecycle_module
 from enginery.serve.http.lifecycle import Activity, ProcessLifecycle, Supervision
 from enginery.serve.http.listener import Listener
 from enginery.serve.server import uvicorn_config
-from tests.serve.processes import (
-    GET,
-    one_answer,
-    received,
-    wait_until,
-    waiting_connections,
-)
+from tests.serve.processes import GET, one_answer, received, wait_until, waiting_connections
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="signals and processes of POSIX")
 MODES = pytest.mark.parametrize("restart", [True, False], ids=["supervised", "alone"])

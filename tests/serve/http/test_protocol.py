@@ -241,35 +241,31 @@ class Sent:
         return "closed" in self.pieces
 
 
-def test_head_and_body_are_sent_in_one_piece():
-    async def scenario():
-        sent = Sent()
-        transport = JoiningTransport(sent, asyncio.get_running_loop())
-        transport.write(b"head")
-        transport.write(b"body")
-        assert sent.pieces == []
-        await asyncio.sleep(0)
-        assert sent.pieces == [b"headbody"]
-        transport.write(b"event")  # of a stream, long before the next one
-        await asyncio.sleep(0)
-        transport.write(b"last")
-        assert not transport.is_closing()
-        transport.close()
-        assert transport.is_closing()
-        await asyncio.sleep(0)
-        return sent.pieces
-
-    assert asyncio.run(scenario()) == [b"headbody", b"event", b"last", "closed"]
+async def test_head_and_body_are_sent_in_one_piece():
+    sent = Sent()
+    transport = JoiningTransport(sent, asyncio.get_running_loop())
+    transport.write(b"head")
+    transport.write(b"body")
+    assert sent.pieces == []
+    await asyncio.sleep(0)
+    assert sent.pieces == [b"headbody"]
+    transport.write(b"event")  # of a stream, long before the next one
+    await asyncio.sleep(0)
+    transport.write(b"last")
+    assert not transport.is_closing()
+    transport.close()
+    assert transport.is_closing()
+    await asyncio.sleep(0)
+    found = sent.pieces
+    assert found == [b"headbody", b"event", b"last", "closed"]
 
 
-def test_nothing_is_sent_after_the_client_has_reset_the_connection():
-    async def scenario():
-        sent = Sent()
-        transport = JoiningTransport(sent, asyncio.get_running_loop())
-        transport.write(b"head")
-        sent.close()  # by the event loop
-        await asyncio.sleep(0)
-        transport.close()
-        return sent.pieces
-
-    assert asyncio.run(scenario()) == ["closed", "closed"]
+async def test_nothing_is_sent_after_the_client_has_reset_the_connection():
+    sent = Sent()
+    transport = JoiningTransport(sent, asyncio.get_running_loop())
+    transport.write(b"head")
+    sent.close()  # by the event loop
+    await asyncio.sleep(0)
+    transport.close()
+    found = sent.pieces
+    assert found == ["closed", "closed"]

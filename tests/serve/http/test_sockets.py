@@ -8,12 +8,7 @@ import sys
 import pytest
 
 from enginery.core.errors import EngineryError, OptionError
-from enginery.serve.http.sockets import (
-    bind,
-    bind_each,
-    close,
-    urls,
-)
+from enginery.serve.http.sockets import bind, bind_each, close, urls
 
 
 def test_port_0_is_a_free_port_and_the_same_for_all_addresses():

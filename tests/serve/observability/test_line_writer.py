@@ -154,8 +154,4 @@ def test_message_like_the_last_one_passes_once_a_second(monkeypatch):
     now[0] += 1
     log("invalid %d", 7)
     log("invalid %d", 8)
-    assert passed == [
-        "invalid 0",
-        "another",
-        "invalid 7 (99 more like it since the last message)",
-    ]
+    assert passed == ["invalid 0", "another", "invalid 7 (99 more like it since the last message)"]

@@ -328,7 +328,7 @@ def test_nothing_is_said_of_gpus_without_nvml_or_without_a_model_on_one(metrics,
     assert not any("_gpu_" in name for name, _ in samples(metrics))
 
 
-def test_requests_are_counted_together_while_others_run(metrics):
+async def test_requests_are_counted_together_while_others_run(metrics):
     import asyncio
 
     busy = True
@@ -344,25 +344,21 @@ def test_requests_are_counted_together_while_others_run(metrics):
         ]
         return sum(found)
 
-    async def scenario():
-        nonlocal busy
-        metrics.observe(record())
-        assert counted() == 0
-        await asyncio.sleep(0.1)  # nobody has ended meanwhile
-        assert counted() == 1
-        for _ in range(64):
-            metrics.observe(record(ended=0.2))
-        assert counted() == 65
-        metrics.observe(record())
-        busy = False
-        metrics.observe(record())
-        assert counted() == 67
-        busy = True
-        metrics.observe(record(status=503, ended=70.0))
-        metrics.exposition()
-        assert counted() == 68
-
-    asyncio.run(scenario())
+    metrics.observe(record())
+    assert counted() == 0
+    await asyncio.sleep(0.1)  # nobody has ended meanwhile
+    assert counted() == 1
+    for _ in range(64):
+        metrics.observe(record(ended=0.2))
+    assert counted() == 65
+    metrics.observe(record())
+    busy = False
+    metrics.observe(record())
+    assert counted() == 67
+    busy = True
+    metrics.observe(record(status=503, ended=70.0))
+    metrics.exposition()
+    assert counted() == 68
     labels = {"route": "/embed", "model": "minilm", "status": "200"}
     name = "request_duration_seconds"
     assert value(metrics, f"{name}_bucket", le="0.005", **labels) == 3

@@ -70,7 +70,7 @@ def test_request_id_that_could_end_a_line_is_replaced(given):
     assert found
 
 
-def test_request_ids_are_unique():
+async def test_request_ids_are_unique():
     app, seen = App(), []
     middleware = wrapped(app)
 
@@ -80,12 +80,9 @@ def test_request_ids_are_unique():
     async def send(_):
         return
 
-    async def whole():
-        for _ in range(3):
-            await middleware(scope(), receive, send)
-            seen.append(app.record.request_id)
-
-    asyncio.run(whole())
+    for _ in range(3):
+        await middleware(scope(), receive, send)
+        seen.append(app.record.request_id)
     assert len(set(seen)) == 3
 
 

@@ -19,10 +19,7 @@ DIMS = ("batch", "sequence")
 RECORD = GraphRecord(
     file="model.onnx",
     opset=20,
-    inputs=(
-        TensorSpec("input_ids", "int64", DIMS),
-        TensorSpec("attention_mask", "int64", DIMS),
-    ),
+    inputs=(TensorSpec("input_ids", "int64", DIMS), TensorSpec("attention_mask", "int64", DIMS)),
     outputs=(TensorSpec("y", "float32", (*DIMS, 4)),),
     data_files=(),
 )

@@ -333,10 +333,7 @@ IDS: dict[str, Edit] = {
     "ids clipped": ids_replaced(lambda g, x: g.op("Min", x, _int(950))),
     "ids with a remainder": ids_replaced(
         lambda g, x: g.op(
-            "Where",
-            g.op("Equal", g.op("Mod", x, _int(97)), _int(5)),
-            g.op("Sub", x, _int(1)),
-            x,
+            "Where", g.op("Equal", g.op("Mod", x, _int(97)), _int(5)), g.op("Sub", x, _int(1)), x
         )
     ),
     "an id in long texts": ids_replaced(
@@ -456,8 +453,7 @@ SOUND: dict[str, Edit] = {
     ),
     "mask up to one": lambda g: g.replace("attention_mask", lambda x: g.op("Min", x, _int(1))),
     "mask above zero": lambda g: g.replace(
-        "attention_mask",
-        lambda x: g.op("Cast", g.op("Greater", x, _int(0)), to=TensorProto.INT64),
+        "attention_mask", lambda x: g.op("Cast", g.op("Greater", x, _int(0)), to=TensorProto.INT64)
     ),
     "mask in floats": lambda g: g.replace(
         "attention_mask",

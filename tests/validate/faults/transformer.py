@@ -170,14 +170,7 @@ def permute_heads(g: GraphEditor, x: str) -> str:
     return g.op("Gather", x, order, axis=1)
 
 
-_WITH_WEIGHTS = (
-    "MatMul",
-    "Add",
-    "Mul",
-    "LayerNormalization",
-    "QuantizeLinear",
-    "DequantizeLinear",
-)
+_WITH_WEIGHTS = ("MatMul", "Add", "Mul", "LayerNormalization", "QuantizeLinear", "DequantizeLinear")
 
 
 def swap_layers(first: int, second: int) -> Edit:
@@ -419,8 +412,7 @@ FP16_FAULTS: list[Fault] = [
             "scores overflow": on_output(attention("MatMul"), _there_and_back(60000.0)),
             "activation underflows": on_output(_bias(UP), _there_and_back(1e-7)),
             "all norms overflow": every_layer(
-                lambda g, node: on_output(node, _there_and_back(60000.0))(g),
-                ".*LayerNormalization",
+                lambda g, node: on_output(node, _there_and_back(60000.0))(g), ".*LayerNormalization"
             ),
         },
         models=TRANSFORMERS,

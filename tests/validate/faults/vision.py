@@ -123,10 +123,7 @@ _CONDITIONS = {
     "rows after the 8th": (row_from(8), ()),
     "dark images": (dark_image, ()),
 }
-_SIZES = {
-    "not square": (not_square, ("not square",)),
-    "height > 64": (larger_than(64), ("large",)),
-}
+_SIZES = {"not square": (not_square, ("not square",)), "height > 64": (larger_than(64), ("large",))}
 
 
 _CONV = r"stages\.1/layers\.0/layer/layer\.1/convolution/Conv"

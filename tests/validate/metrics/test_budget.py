@@ -26,7 +26,7 @@ DISTILBERT = ("distilbert", "feature-extraction")
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory, session_home):
+def made(tmp_path_factory):
     """Quantize a tiny model with the default budget: `made(kind, task)`."""
     from enginery import export_model
 
@@ -37,15 +37,13 @@ def made(tmp_path_factory, session_home):
     def make(kind, task, *, pooled=False):
         key = f"{kind}-{pooled}"
         if key not in artifacts:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("ENGINERY_HOME", str(session_home))
-                model = save_tiny(kind, task, root / f"{key}-model", **wide.get(kind, {}))
-                if pooled:
-                    as_sentence_transformer(model)
-                source = export_model(str(model), task=task)
-                artifacts[key] = quantize_model(
-                    source, TEXT, min_cosine=0.998, capability=(), out=root / key
-                )
+            model = save_tiny(kind, task, root / f"{key}-model", **wide.get(kind, {}))
+            if pooled:
+                as_sentence_transformer(model)
+            source = export_model(str(model), task=task)
+            artifacts[key] = quantize_model(
+                source, TEXT, min_cosine=0.998, capability=(), out=root / key
+            )
         return artifacts[key]
 
     return make
@@ -184,12 +182,7 @@ def test_generated_inputs_alone_need_a_cosine_of_one_half(made, copied, tmp_path
     """Without a tokenizer, in the source neither, only the sweep runs, and the report says so."""
     artifact = copied(made(*DISTILBERT))
     source = shutil.copytree(artifact.manifest.source.id, tmp_path / "source")
-    files = (
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "vocab.txt",
-    )
+    files = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
     for directory in (artifact.path, source):
         for name in files:
             (directory / name).unlink(missing_ok=True)
