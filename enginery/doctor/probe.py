@@ -91,8 +91,10 @@ def _run_model(name: str) -> str:
     if name not in session.get_providers():
         return _LEFT_OUT
     (answer,) = session.run(None, {"x": np.array([1.0, 2.5], dtype=np.float32)})
-    placed = {node.ep_name for node in session.get_provider_graph_assignment_info()}
-    if name not in placed:
+    # Not every build reports the placement.
+    read_assignments = getattr(session, "get_provider_graph_assignment_info", list)
+    placed = {node.ep_name for node in read_assignments()}
+    if placed and name not in placed:
         return f"the operation ran on {', '.join(sorted(placed))} instead"
     if answer.tolist() != [2.0, 5.0]:
         return f"wrong result: found {answer.tolist()}, expected [2.0, 5.0]"

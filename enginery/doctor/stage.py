@@ -246,9 +246,10 @@ def provider_findings(
                 continue
             if is_optional and status.state == "not built in":
                 continue
+            named = f"; {ENVIRONMENT} names it" if specs and status.name == first else ""
             yield Finding(
                 "note" if is_optional else "error",
-                f"{name} does not run: {status.state}",
+                f"{name} does not run: {status.state}{named}",
                 status.reason,
                 status.remedy or f"Use another provider, and unset {ENVIRONMENT} if it names it.",
             )

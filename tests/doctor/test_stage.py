@@ -180,10 +180,14 @@ def test_gpu_that_no_setting_names_is_noted():
     assert found(nvidia=WITH_GPU, providers=RUNS, variable="cuda,cpu") == []
 
 
-@pytest.mark.parametrize("names", [{"required": CUDA}, {"variable": "cuda,cpu"}])
-def test_a_named_provider_that_does_not_run_here_is_an_error(names):
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [({"required": CUDA}, ""), ({"variable": "cuda,cpu"}, "; ENGINERY_PROVIDERS names it")],
+)
+def test_a_named_provider_that_does_not_run_here_is_an_error(names, words):
     (finding,) = found(**names)
-    assert (finding.severity, finding.problem) == ("error", "cuda does not run: unavailable")
+    problem = f"cuda does not run: unavailable{words}"
+    assert (finding.severity, finding.problem) == ("error", problem)
     assert (finding.evidence, finding.remedy) == ("libcublas.so.13 was not found", "pip install")
 
 
