@@ -69,7 +69,7 @@ def stage_notes(
         )
     unsettled = sum(not m.settled for case in cases for m in case.measurements)
     if unsettled:
-        notes.append(f"{unsettled} warm-ups reached a limit before the times were stable")
+        notes.append(f"warm-ups that reached a limit before the times were stable: {unsettled}")
     return notes
 
 

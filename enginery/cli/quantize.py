@@ -23,7 +23,7 @@ def quantize(
     config: Annotated[QuantizeConfig, Parameter(name="*")] = _DEFAULT,
     output: Output = OUTPUT,
 ) -> None:
-    """Quantize an artifact to INT8 or FP8 for TensorRT, within an accuracy budget.
+    """Quantize an artifact to INT8 or FP8 for TensorRT, or to INT8 for the CPU, within a budget.
 
     Parameters
     ----------

@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 
 from enginery.core.accuracy import AccuracyMetrics
+from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError, EngineryError, InputError, OptionError
 from enginery.core.model.feeds import Feeds
 from enginery.quantize.calibration.data import Batch
@@ -80,15 +81,26 @@ class AccuracyBudget:
         return cls("agreement", allowed)
 
     @staticmethod
-    def notes(config: QuantizeConfig, rows: int) -> list[str]:
-        """Return a note if there are too few held-out rows for the `accuracy_budget`."""
+    def notes(config: QuantizeConfig, record: GraphRecord, rows: int) -> list[str]:
+        """Return a note if there are too few held-out rows for the `accuracy_budget`.
+
+        Args:
+            config: the options.
+            record: the graph that computes the answers.
+            rows: number of held-out rows.
+        """
         allowed = parse_accuracy_budget(config.accuracy_budget) if config.accuracy_budget else 0.0
-        if not allowed or HEADROOM * allowed * rows >= 1:
+        # Rows of a token classifier or a detector have several answers, so that their number says
+        # nothing about how many may change.
+        has_one_answer = any(s.name == "logits" and len(s.dims) == 2 for s in record.outputs)
+        is_image_model = any(spec.name == "pred_boxes" for spec in record.outputs)
+        if not (allowed and has_one_answer) or is_image_model or HEADROOM * allowed * rows >= 1:
             return []
+        needed = math.ceil(1 / (HEADROOM * allowed))
         return [
             f"of {rows} held-out rows, one is {1 / rows:.2%}: with a budget of {allowed:.2%} no "
-            f"answer may change; it takes {math.ceil(1 / (HEADROOM * allowed))} held-out rows, a "
-            "quarter of --rows, or all of a file with fewer"
+            f"answer may change. From {needed} on, one may: --rows {4 * needed}, of which a "
+            "quarter is held out, or --held-out with a file of as many"
         ]
 
     @property

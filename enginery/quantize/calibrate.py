@@ -187,10 +187,9 @@ def calibrate(
         seed=config.seed,
         max_held_out=max_held_out(config),
     )
-    # An image has several boxes, so its rows say nothing about how many answers may change.
-    if "logits" in source.outputs and "pred_boxes" not in source.outputs:
-        for note in AccuracyBudget.notes(config, sum(len(batch.rows) for batch in held_out)):
-            job.progress.say(f"quantize: {note}")
+    rows = sum(len(batch.rows) for batch in held_out)
+    for note in AccuracyBudget.notes(config, source.record, rows):
+        job.progress.say(f"quantize: {note}")
     multiply_adds = count_multiply_adds(
         source.path, model, layers, mean_length_feeds(batches, source.record)
     )

@@ -74,11 +74,12 @@ def quantize_dynamic(job: QuantizeJob) -> QuantizeResult:
             accuracies[record.file] = measured
             name = f"{record.file}: " if len(records) > 1 else ""
             parts.append(f"{name}{describe_accuracy(measured)}")
-        accuracy = accuracies[answer_graph(source.manifest.graphs).file]
+        answering = answer_graph(source.manifest.graphs)
+        accuracy = accuracies[answering.file]
         # The decoder computes the answers; its encoder is reported beside it.
         if len(records) > 1:
             encoder_accuracy = accuracies[input_graph(source.manifest.graphs).file]
-        notes += [data.description, *AccuracyBudget.notes(config, accuracy.rows)]
+        notes += [data.description, *AccuracyBudget.notes(config, answering, accuracy.rows)]
     report = QuantizationReport(
         summary="; ".join(parts),
         scheme="dynamic",

@@ -144,7 +144,7 @@ def describe_accuracy(accuracy: AccuracyMetrics, *, held_out: bool = True) -> st
         words += " that calibrated it, too"
     for name, value in (
         ("nearest neighbours", accuracy.neighbour_agreement),
-        ("largest scores", accuracy.argmax_agreement),
+        ("predicted classes", accuracy.argmax_agreement),
     ):
         if value is not None:
             words += f", {value:.1%} of the {name} agree"

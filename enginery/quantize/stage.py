@@ -272,7 +272,8 @@ def _quantize_static(job: QuantizeJob) -> QuantizeResult:
         )
     notes += [note for graph in quantized for note in graph.more.notes()]
     if answers.measured:
-        notes += AccuracyBudget.notes(config, answers.measured.evaluator.rows)
+        rows = answers.measured.evaluator.rows
+        notes += AccuracyBudget.notes(config, answer_graph(records), rows)
         if not save_curve(job.directory / CURVE, answers.measured, config.scheme):
             notes.append(NOT_DRAWN)
     (job.directory / REPORTS / RANGES).write_bytes(cache.to_json())

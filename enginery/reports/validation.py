@@ -142,10 +142,14 @@ class AnswerMetrics:
     """Inputs that the artifact refuses with an error, and the error."""
     rejected: list[str]
     """Inputs that the reference rejects, and its error."""
+    is_around_graph: bool = False
+    """True if PyTorch computed the graph's outputs, as for FP16 and INT8: then the answers prove
+    the tokenizer, the processor and what makes answers of outputs."""
 
     def describe(self) -> str:
         """Return `8 raw inputs, alone and in a batch: answers equal those of …`."""
-        equal = f"{self.compared} raw inputs, alone and in a batch: answers equal those of "
+        how = ", with PyTorch in the graph's place" if self.is_around_graph else ""
+        equal = f"{self.compared} raw inputs, alone and in a batch{how}: answers equal those of "
         if self.failed:
             equal = f"{self.failed} of {self.compared} raw inputs have other answers than those of "
         return (

@@ -205,7 +205,7 @@ class RawAnswerComparison:
         """Return a failed case for each input that is answered otherwise."""
         return [_case(graph, name, problem) for name, problem in self.problems.items()]
 
-    def metrics(self, kind: str, inputs: int) -> AnswerMetrics:
+    def metrics(self, kind: str, inputs: int, *, is_around_graph: bool) -> AnswerMetrics:
         """Return the figures for the report."""
         return AnswerMetrics(
             reference=_REFERENCES[kind],
@@ -215,6 +215,7 @@ class RawAnswerComparison:
             largest_difference=self.largest,
             refused=[f"{name}: {error}" for name, error in self.refused.items()],
             rejected=[f"{name}: {error}" for name, error in self.rejected.items()],
+            is_around_graph=is_around_graph,
         )
 
 
@@ -265,11 +266,16 @@ def compare_answers(
             return Findings(cases=(case,))
         allowed = AnswerLimits.of(context.limits, results, exact=exact)
         comparison = _compare(side, inputs, expected, allowed)
-    return _judge(record, kind, inputs, comparison)
+    return _judge(record, kind, inputs, comparison, is_around_graph=exact)
 
 
 def _judge(
-    record: GraphRecord, kind: str, inputs: Sequence[RawInput], comparison: RawAnswerComparison
+    record: GraphRecord,
+    kind: str,
+    inputs: Sequence[RawInput],
+    comparison: RawAnswerComparison,
+    *,
+    is_around_graph: bool,
 ) -> Findings:
     """Return the result; it fails if the artifact refuses all that the reference answers."""
     cases = comparison.cases(record.file)
@@ -281,7 +287,8 @@ def _judge(
             # Boxes of words, for example, which callers of the graph make themselves.
             return _not_compared(problem)
         cases.append(_case(record.file, "answers", problem))
-    return Findings(cases=tuple(cases), answers=comparison.metrics(kind, len(inputs)))
+    metrics = comparison.metrics(kind, len(inputs), is_around_graph=is_around_graph)
+    return Findings(cases=tuple(cases), answers=metrics)
 
 
 def _not_compared(reason: str) -> Findings:

@@ -1,7 +1,10 @@
+from types import SimpleNamespace
+
 import pytest
 
 from enginery.core.accuracy import AccuracyMetrics
 from enginery.core.errors import CheckFailedError, OptionError
+from enginery.core.shapes import TensorSpec
 from enginery.quantize.accuracy import AccuracyBudget
 from enginery.quantize.config import QuantizeConfig
 from enginery.quantize.search import search_mixed_precision
@@ -139,8 +142,10 @@ def test_accuracy_budget_needs_logits():
 
 
 def test_budget_smaller_than_one_row_is_noted():
-    def notes(budget, rows):
-        return AccuracyBudget.notes(QuantizeConfig(accuracy_budget=budget), rows)
+    def notes(budget, rows, dims=("batch", 3)):
+        logits = TensorSpec("logits", "float32", dims)
+        graph = SimpleNamespace(outputs=[logits])
+        return AccuracyBudget.notes(QuantizeConfig(accuracy_budget=budget), graph, rows)
 
     (note,) = notes("0.5%", rows=128)
     assert "of 128 held-out rows, one is 0.78%" in note
@@ -149,3 +154,4 @@ def test_budget_smaller_than_one_row_is_noted():
     assert notes("1%", rows=100), "the search spends 95 % of it"
     assert notes("", rows=8) == notes("", rows=1) == []
     assert notes("0%", rows=128) == [], "no answer may change anyway"
+    assert notes("0.5%", rows=128, dims=("batch", "sequence", 3)) == [], "rows have many answers"

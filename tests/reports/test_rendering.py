@@ -22,7 +22,7 @@ from enginery.cli import render
 from enginery.cli.console import Console
 from enginery.publish.card.figures import Reports
 from enginery.publish.card.model_card import CardFacts, model_card
-from enginery.publish.card.source import SourceCard
+from enginery.publish.publication import Rights
 from enginery.reports.artifact import file_rows, interface_rows, summary_rows
 from enginery.reports.engines import (
     built_engine,
@@ -99,7 +99,7 @@ def page_text() -> str:
 def card_text() -> str:
     artifact = samples.reported_artifact(Path("minilm"))
     engines = tuple(engine.record for engine in render.open_engines(artifact))
-    return model_card(CardFacts(artifact, "minilm", SourceCard(), Reports.of(artifact), engines))
+    return model_card(CardFacts(artifact, "minilm", Rights(), Reports.of(artifact), engines))
 
 
 TEXTS = {

@@ -43,6 +43,7 @@ def test_embed_of_one_text_is_a_list_of_one(running, vectors):
 def test_model_is_named_by_the_body_or_the_path_when_there_are_several(running):
     by_body = running("POST", "/embed", {"inputs": "a", "model": "vectors"})
     by_path = running("POST", "/models/vectors/embed", {"inputs": "a"})
+    assert running("POST", "/models/vectors", {"inputs": "a"}).json == by_path.json
     np.testing.assert_allclose(by_body.json, by_path.json, atol=SCORES)
     assert running("POST", "/models/nobody/embed", {"inputs": "a"}).status == 404
 

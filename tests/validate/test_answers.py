@@ -196,6 +196,8 @@ def test_metrics_say_what_was_compared():
         f"3 raw inputs, alone and in a batch: answers equal those of {name} (largest difference "
         "2e-07); 1 refused with an error"
     )
+    found = AnswerMetrics(name, 4, 4, 0, 0.0, [], [], is_around_graph=True)
+    assert "in a batch, with PyTorch in the graph's place: answers equal" in found.describe()
     found = AnswerMetrics(name, 4, 3, 2, 0.5, [], ["text 4: too long"])
     assert found.describe() == (
         f"2 of 3 raw inputs have other answers than those of {name} (largest difference 0.5); 1 "

@@ -49,6 +49,28 @@ def require_classifier(artifact: Artifact, data: str, label_column: str) -> None
         )
 
 
+def require_answer_per_row(artifact: Artifact, label_column: str) -> None:
+    """Check that a model gives one answer for each row, which a label can be compared with.
+
+    Raises:
+        OptionError: it labels tokens, for example, or has no logits.
+    """
+    logits = [
+        spec
+        for graph in artifact.manifest.graphs
+        for spec in graph.outputs
+        if spec.name == "logits" and len(spec.dims) <= 2
+    ]
+    if not logits:
+        task = artifact.manifest.task
+        raise OptionError(
+            f"option 'label_column' is '{label_column}', but the task of {artifact.path} is "
+            f"{task}, whose rows have no label.",
+            do="Leave it out: answers are then compared with those of FP32.",
+            option="label_column",
+        )
+
+
 def _outputs(artifact: Artifact) -> Sequence[Any]:
     return artifact.manifest.graphs[0].outputs
 

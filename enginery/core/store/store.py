@@ -43,6 +43,8 @@ from enginery.core.store.entries import (
 __all__ = ["ARTIFACTS", "ENGINES", "GRAPHS", "EntryType", "Store", "StoreEntry"]
 
 _KEY_DIGITS = 16
+_MOST_CHANGES = 4
+"""Fields by which the nearest earlier entry may differ; with more it is of something else."""
 _MAX_AGE_SECONDS = 30 * 24 * 3600
 _FILES_BY_AGE = {"logs": 100_000_000, "pulls": 10_000_000_000}
 """Folders of files that `prune` removes by age -> the size that stays at most, in bytes."""
@@ -246,7 +248,9 @@ class Store:
                 ):
                     changes.append(fingerprint.changes(earlier.fields))
         nearest = min(changes, key=len, default=[])
-        return f"rebuilding: {'; '.join(nearest)}" if nearest else "building, not in the store yet"
+        if not 1 <= len(nearest) <= _MOST_CHANGES:
+            return "building, not in the store yet"
+        return f"rebuilding: {'; '.join(nearest)}"
 
 
 def _directories(root: Path) -> list[Path]:

@@ -23,7 +23,7 @@ from enginery.core.artifact.fingerprint import combined_sha256, data_content, sh
 from enginery.core.artifact.inputs import note_input
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.datasets.folders import list_media
-from enginery.core.datasets.labels import index_labels
+from enginery.core.datasets.labels import index_labels, require_answer_per_row
 from enginery.core.datasets.samples import (
     holds_arrays,
     iterate,
@@ -69,6 +69,8 @@ def read_data(
         OptionError: there are no inputs, and made-up ones are not allowed; or there is no column
             of labels to read.
     """
+    if config.label_column:
+        require_answer_per_row(artifact, config.label_column)
     if inputs is not None or config.data:
         data = _from_file(artifact, config) if inputs is None else _given(artifact, config, inputs)
         if not config.held_out:

@@ -450,6 +450,7 @@ async def rank_texts(request: Request, body: RerankRequest) -> Response:
 
 @routes.post(
     "/",
+    "/models/{model}",
     "/invocations",
     summary="/embed, /similarity, /predict or /rerank, depending on the model",
     body=RootRequest,

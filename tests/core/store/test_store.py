@@ -1,6 +1,7 @@
 import os
 import shutil
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -100,6 +101,14 @@ def test_miss_reports_the_changed_field():
         "export: building, not in the store yet",
         "export: rebuilding: opset: 17 → 20",
     ]
+
+
+def test_entry_that_differs_in_most_fields_is_no_earlier_version():
+    store, said = Store(), Said()
+    obtain(store, OTHER)
+    fields = {**FINGERPRINT.fields, **{f"option{number}": "1" for number in range(5)}}
+    obtain(store, replace(FINGERPRINT, fields=fields), progress=said)
+    assert said.messages == ["export: building, not in the store yet"]
 
 
 def test_a_miss_is_explained_by_the_nearest_of_several_and_never_by_another_model():
