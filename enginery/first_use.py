@@ -48,6 +48,9 @@ def open_or_make(model: str | Path | Artifact, *, progress: Progress = SILENT) -
     )
     try:
         artifact = run_cached(str(model), ExportConfig(), progress=progress).artifact
+        verdict = artifact.manifest.verdict("validate")
+        if verdict is not None and verdict.passed:  # whatever its options were
+            return artifact
         return run_validate(artifact, ValidateConfig(), progress=progress).artifact
     except EngineryError as error:
         message = f"{model} is not an artifact, and its model cannot be exported: {error.message}"

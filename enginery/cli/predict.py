@@ -50,8 +50,10 @@ def predict(
     from enginery.api import predict_file
     from enginery.cli.render import show
     from enginery.first_use import open_or_make
+    from enginery.predict.stage import require_input
 
     console = output.console()
+    require_input(input)  # before a model is exported, which may take minutes
     opened = open_or_make(artifact, progress=console)
     with ExitStack() as stack:
         if str(out) == "-":

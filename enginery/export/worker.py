@@ -142,7 +142,7 @@ def _choose_exporter(
         return config.exporter, ""
     preferred = next(iter(exporters))
     if preferred != "optimum":
-        return preferred, "this environment has no Optimum"
+        return preferred, "the environment that exports has no Optimum"
     if (config.dtype, config.device) == ("bf16", "cpu"):
         return "dynamo", "Optimum runs the graph while it exports, which BF16 on the CPU does not"
     from enginery.export.optimum import obstacle_of_type

@@ -150,7 +150,8 @@ class PredictReport:
         facts["inference"] = f"{self.inference_seconds:.2f} s, {self.workers} at a time"
         facts["total"] = f"{self.total_seconds:.2f} s"
         facts["peak memory"] = f"{self.peak_rss_bytes / 2**20:.0f} MiB"
-        facts["rows/s"] = f"{self.rows_per_second:,.1f}"
+        if self.worked:
+            facts["rows/s"] = f"{self.rows_per_second:,.1f}"
         if self.padding_ratio:
             facts["padding ratio"] = f"{self.padding_ratio:.3f}"
         return [Table(f"Predicted {self.output}", fact_rows(facts.items()))]

@@ -138,6 +138,12 @@ def _named_files(artifact: Artifact, path: Path, output_format: str, config: Pre
     return combined_sha256(digests)
 
 
+def require_input(source: str) -> None:
+    """Raise InputError if the input does not exist, before anything takes long."""
+    if source != STDIN and not Path(source).exists():
+        raise InputError(f"data '{source}': no such file or folder.")
+
+
 def run(
     artifact: Artifact,
     source: str,
@@ -169,6 +175,7 @@ def run(
         ProviderError: the provider is not available.
     """
     started = time.perf_counter()
+    require_input(source)
     if output.suffix.lower() == NPZ:
         return _run_tensors(artifact, Path(source), output, config, force=force, progress=progress)
     kind = output_format(output)
@@ -288,10 +295,10 @@ def _saying_what_is_kept(journal: Journal, progress: Progress) -> Iterator[None]
         yield
     except (KeyboardInterrupt, SystemExit):
         if rows := journal.counts.rows:
-            progress.say(
-                f"predict: {rows:,} rows are finished and kept; the same command continues after "
-                "them"
-            )
+            kept = f"{rows:,} rows are finished and kept; the same command continues after them"
+        else:
+            kept = "no part was finished yet, so that the same command starts again"
+        progress.say(f"predict: {kept}")
         raise
 
 
@@ -310,8 +317,6 @@ def _run_tensors(
         raise InputError("standard input cannot be read for .npz output; name a file or a folder.")
     if source.resolve() == output.resolve():
         raise InputError(f"output '{output}' is the input, which is never overwritten.")
-    if not source.exists():
-        raise InputError(f"data '{source}': no such file or folder.")
     _make_output_directory(output)
     with (
         os_errors_as(InputError, f"output '{output}' cannot be written"),

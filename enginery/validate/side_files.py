@@ -80,7 +80,8 @@ _IGNORED: Mapping[str, frozenset[str]] = {
             "use_cache",
         )
     ),
-    _GENERATION: frozenset(("transformers_version", "_from_model_config")),
+    # Tokens do not depend on the cache.
+    _GENERATION: frozenset(("transformers_version", "_from_model_config", "use_cache")),
     PreprocessorConfig.FILE: frozenset(
         ("processor_class", "_processor_class", "image_processor_type", "feature_extractor_type")
     ),
@@ -322,7 +323,12 @@ class _SideFiles:
             return  # a language model that was exported as an embedder or a classifier
         if name in source and name in mine:
             ignored = _IGNORED[name]
-            differences = [*_differing(source[name], mine[name], ignored)]
+            both = (source[name], mine[name])
+            if self.reference.other_transformers:
+                # Each family writes other defaults into the file, and reads others where it has
+                # none: what is off in one is missing in the other.
+                both = (_without_what_is_off(both[0]), _without_what_is_off(both[1]))
+            differences = [*_differing(*both, ignored)]
             if name == _CONFIG and source[name].get("pad_token_id") is None:
                 # Export names the tokenizer's, which classifiers need.
                 differences = [item for item in differences if item[0] != "pad_token_id"]
@@ -406,6 +412,17 @@ def _differing(
                 yield from _differing(source.get(key), mine.get(key), ignored, path)
     elif source != mine:
         yield prefix, f"{_shown(mine)}, but {_shown(source)} in the source"
+
+
+def _without_what_is_off(value: Any) -> Any:
+    """Return JSON data without the keys whose value is null or false."""
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: _without_what_is_off(item)
+        for key, item in value.items()
+        if item is not None and item is not False
+    }
 
 
 def _shown(value: Any) -> str:

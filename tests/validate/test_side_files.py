@@ -171,3 +171,18 @@ def test_metrics_describe_themselves():
     assert failed.describe() == "config.json not the source's; 1 others are"
     passed = SideFileMetrics(["config.json", "vocab.txt"], [], [])
     assert passed.describe() == "2 are the source's, in content or in effect"
+
+
+def test_defaults_of_another_family_are_no_difference(artifact, tmp_path):
+    copy = shutil.copytree(artifact("classifier").path, tmp_path / "copy")
+    reference = Reference.of(Artifact.open(copy), ValidateConfig())
+    path = reference.artifact.path / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "is_decoder": None, "add_cross_attention": None}))
+    differences = module.compare_side_files(reference, tmp_path).differences
+    assert {item.key for item in differences} == {"is_decoder", "add_cross_attention"}
+    reference = dataclasses.replace(reference, other_transformers="5.24.0")
+    assert module.compare_side_files(reference, tmp_path).differences == []
+    path.write_text(json.dumps({**config, "is_decoder": True}))
+    (difference,) = module.compare_side_files(reference, tmp_path).differences
+    assert difference.key == "is_decoder"

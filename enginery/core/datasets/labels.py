@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -142,9 +143,9 @@ def index_labels(
         is_known = read_otherwise(label, indices) is not None
         hint = "." if is_known else nearest(str(label), indices)
         raise InputError(
-            f"{where}: the label {label!r} is not one of the model's{hint}",
-            do=f"The column is read as {reading}. The model's labels: "
-            f"{', '.join(indices) or 'indices from 0 on'}.",
+            f"{where}: the label {reprlib.repr(label)} is not one of the model's{hint}",
+            do=(f"The column is read as {reading}. " if is_known else "")
+            + f"The model's labels: {', '.join(indices) or 'indices from 0 on'}.",
         )
     return [index for index in read if index is not None]
 
