@@ -533,9 +533,9 @@ BROKEN = {
     ),
     "storage": (
         HEAD + EXPORT + "  - export-kserve:\n      out: k\n      image: i\n"
-        "      storage_uri: s4://a/b\n",
+        "      storage_uri: models/b\n",
         8,
-        "unknown scheme 's4'",
+        "expected an address that KServe supports",
     ),
 }
 
