@@ -33,7 +33,7 @@ def test_a_model_is_made_once_and_then_taken_from_the_store(source):
     assert first.manifest.verdict("validate").passed
     said = Said()
     assert open_or_make(str(source), progress=said).path == first.path
-    assert "validate: nothing to do" in said.messages[-1]
+    assert "export: nothing to do" in said.messages[-1]
     assert open_or_make(first) is first
     assert open_or_make(first.path).path == first.path
     with load_model(source) as model, load_model(first) as same:
