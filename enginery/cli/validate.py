@@ -38,8 +38,6 @@ def validate(
     console = output.console()
     report = validate_model(artifact, force=force, progress=console, config=config)
     console.json(report.as_json())
-    # A terminal shows the worst cases; a pipe, and -v, all.
-    every = console.verbose or not console.is_terminal
-    show(console, report.rows(every=every))
+    show(console, report.rows(every=console.verbose))
     if not report.passed:
         raise CheckFailedError(f"{artifact} failed its validation: {report.summary}")
