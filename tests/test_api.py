@@ -58,8 +58,7 @@ def deliver(artifact, out):
 
 def test_same_artifact_where_nothing_can_be_written_needs_no_lock(exported, tmp_path, monkeypatch):
     out = tmp_path / "out"
-    artifact = exported("bert", "fill-mask")
-    present = deliver(artifact, out)
+    present = deliver(artifact := exported("bert", "fill-mask"), out)
     monkeypatch.setattr(os, "access", lambda *_: False)
     with locked(out):
         assert deliver(artifact, out) == present

@@ -20,7 +20,7 @@ from enginery.core.artifact.fingerprint import Fingerprint
 from enginery.core.errors import InputError
 from enginery.core.home import enginery_home
 from enginery.core.progress import Silent
-from enginery.core.scratch import Scratch, locked
+from enginery.core.scratch import Scratch
 from enginery.predict import stage, writer
 from enginery.predict.config import PredictConfig
 from enginery.predict.journal import Journal, lock_output, parts_directory, remove_leftovers
@@ -306,12 +306,14 @@ def test_prune_removes_files_that_no_run_can_resume_from(
     kill_while_assembling(predict, monkeypatch, artifact, data)
     parts = tmp_path / "out.parquet.parts"
     (parts / "part-000777").write_bytes(b"half a part")
+    with lock_output(tmp_path / "out.parquet"):
+        assert remove_leftovers() == 0  # a run writes it
+    (tmp_path / ".tmp-out.parquet-0123456789ab").mkdir()
+    (tmp_path / ".tmp-out.parquet-0123456789ab" / "assembled").write_bytes(b"half an output")
     # The part that was started at the end of the input has no rows.
     left = [parts / "part-000001", parts / "part-000777", *tmp_path.glob(".tmp-*/assembled")]
     assert len(left) == 3
     size = sum(path.stat().st_size for path in left)
-    with locked(tmp_path / "out.parquet"):
-        assert remove_leftovers() == 0  # a run writes it
     with pytest.raises(SystemExit) as end:
         main(["store", "prune", "--max-size", "1TB", "--json"])
     assert not end.value.code
