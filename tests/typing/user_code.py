@@ -88,12 +88,12 @@ def ship(artifact: Artifact, path: Path) -> None:
     assert_type(predict_file(artifact, "in.csv", path, top_k=3), PredictReport)
     assert_type(publish_model(artifact, "file:///models", layout="hub"), Published)
     assert_type(pull_model("file:///models/a/1", path), Artifact)
-    assert_type(export_triton(artifact, path, preferred_batch_size=(8, 16)), TritonExport)
+    assert_type(export_triton(artifact, path, max_batch_size=8), TritonExport)
     assert_type(export_kserve(artifact, path, storage_uri="pvc://models"), KserveExport)
     predict_file(artifact, "in.csv", path, activation="relu")  # type: ignore[arg-type]
     publish_model(artifact, "file:///models", private="no")  # type: ignore[arg-type]
     pull_model("file:///models/a/1", path, trust=True)  # type: ignore[call-arg]
-    export_triton(artifact, path, version="2")  # type: ignore[arg-type]
+    export_triton(artifact, path, instances="2")  # type: ignore[arg-type]
     export_kserve(artifact, path, gpu=1)  # type: ignore[call-arg]
 
 

@@ -273,6 +273,6 @@ def test_fewer_rows_than_inputs_are_an_error(tiny, tmp_path):
     commit_artifact(tmp_path / "altered", source.manifest)
     with (
         load_model(tmp_path / "altered") as found,
-        pytest.raises(ArtifactError, match=r"returned logits with the shape \(1, 3\) for 2 texts"),
+        pytest.raises(ArtifactError, match=r"returned logits with the shape \(1, 3\) for 2 inputs"),
     ):
         found.classify(["The engine is warm.", "A cat."])
