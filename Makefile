@@ -122,6 +122,7 @@ clean:  ## remove the virtual environment and what tools left; the store stays
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c "import sys; sys.version_info >= (3, 11) or sys.exit('enginery needs Python 3.11 or newer, found ' + sys.version.split()[0] + '. Name one: make PYTHON=python3.12')"
+	@echo "Installing PyTorch, Optimum and the tools takes some minutes: 2 GB with PyTorch for the CPU, else 7 GB."
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch==2.13.0 $(call named,TORCH_INDEX,index-url)
 	$(PIP) --editable '.[dev]'
