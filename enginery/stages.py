@@ -351,10 +351,10 @@ def _deliver(artifact: Artifact, out: Path, progress: Progress, checked: Sequenc
         stage: _report_bytes(holder, verdict) for stage, (verdict, holder) in verdicts.items()
     }
     if present is None or not same_model or present.manifest.stages != artifact.manifest.stages:
-        replaced = "" if present is None else _contents(present)
+        is_other = present is not None and not _is_earlier(present, artifact)
+        replaced = f", in place of {_contents(present)}" if present and is_other else ""
         present = artifact.copy_to(out)
-        is_other = replaced not in ("", _contents(artifact))
-        progress.say(f"wrote {out}" + (f", in place of {replaced}" if is_other else ""))
+        progress.say(f"wrote {out}{replaced}")
     for stage, (verdict, _) in verdicts.items():
         if verdict not in present.manifest.verdicts:
             present = present.annotate(verdict, reports[stage])
@@ -367,6 +367,15 @@ def _deliver(artifact: Artifact, out: Path, progress: Progress, checked: Sequenc
         }
         present = present.annotate(reports=measured) if measured else present
     return present
+
+
+def _is_earlier(earlier: Artifact, artifact: Artifact) -> bool:
+    """Return True if an artifact is of the same model and task, after the same or fewer stages."""
+    one, other = earlier.manifest, artifact.manifest
+    stages = [record.stage for record in one.stages]
+    return (one.source.name, one.task) == (other.source.name, other.task) and stages == [
+        record.stage for record in other.stages[: len(stages)]
+    ]
 
 
 def _contents(artifact: Artifact) -> str:

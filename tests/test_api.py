@@ -96,6 +96,18 @@ def test_another_artifact_at_the_same_place_is_named(model, tiny_model, tmp_path
     assert f"wrote {out}" in listener.said
 
 
+def test_artifact_that_another_stage_continued_is_not_named_as_replaced(model, copied, tmp_path):
+    made = export(model, tmp_path / "out")
+    continued = copied(made)
+    (record,) = made.manifest.stages
+    records = (record, record.model_copy(update={"stage": "optimize"}))
+    manifest = continued.manifest.model_copy(update={"stages": records})
+    (continued.path / MANIFEST).write_bytes(manifest.to_bytes())
+    listener = Listener()
+    stages.deliver(Artifact.open(continued.path), made.path, listener)
+    assert listener.said == [f"wrote {made.path}"]
+
+
 @pytest.mark.more
 def test_export_keeps_the_verdict_that_the_copy_has_come_by(model, tmp_path):
     out = tmp_path / "out"
