@@ -371,10 +371,10 @@ def _deliver(artifact: Artifact, out: Path, progress: Progress, checked: Sequenc
 
 def _is_earlier(earlier: Artifact, artifact: Artifact) -> bool:
     """Return True if an artifact is of the same model and task, after the same or fewer stages."""
-    one, other = earlier.manifest, artifact.manifest
-    stages = [record.stage for record in one.stages]
-    return (one.source.name, one.task) == (other.source.name, other.task) and stages == [
-        record.stage for record in other.stages[: len(stages)]
+    before, after = earlier.manifest, artifact.manifest
+    stages = [record.stage for record in before.stages]
+    return (before.source.name, before.task) == (after.source.name, after.task) and stages == [
+        record.stage for record in after.stages[: len(stages)]
     ]
 
 
