@@ -78,9 +78,6 @@ class OptimizeKeywords(TypedDict, total=False):
     """The level of fusions, named as Optimum's, for cuda and cpu; O2 by default. O1: basic
     optimizations such as constant folding. O2: also fused attention, LayerNorm and GELU. O3: also
     the tanh approximation of GELU. O4: O3 in FP16."""
-    packed: bool
-    """For cuda: compute only the tokens that are not padding, which must be on the right. The graph
-    then runs on CUDA alone, without CUDA graphs; outputs are 0 at padding."""
     data: str
     """Real inputs to measure ranges on: a CSV, TSV, JSONL, Parquet or text file, a folder of
     images, or arrays of the graph's own inputs, `.npz`, `.npy` or a folder of `.npz` files. Empty:

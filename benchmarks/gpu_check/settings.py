@@ -19,7 +19,6 @@ WITHOUT_BEAMS = ("llama", "qwen3")
 ENCODER_DECODERS = ("t5-small", "m2m100")
 MODELS = (*TEXT_MODELS, CONVOLUTIONS, LARGE, *GENERATORS)
 PRECISIONS = ("fp16", "fp32", "bf16")
-PACKED = "fp16-packed"
 """FP16 that computes no padding, which runs on CUDA only."""
 SEARCHES = ("EXHAUSTIVE", "HEURISTIC", "DEFAULT")
 

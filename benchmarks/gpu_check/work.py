@@ -16,12 +16,11 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_check.results import Record, Results
-from benchmarks.gpu_check.settings import PACKED, Settings, settings_for
+from benchmarks.gpu_check.settings import Settings, settings_for
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import ArtifactError, EngineryError
 
@@ -136,13 +135,6 @@ class Work:
             self.check(name, passed=False, found=describe_error(error))
         self._case |= {"finished": True, "seconds": time.monotonic() - before}
         self.results.write()
-
-    def packed_case(self, action: Callable[[], None], *, seconds: float = 1.0) -> None:
-        """Run the case of the packed graph, or note in a dry run that it needs a GPU."""
-        if not self.on_gpu:
-            reason = "ONNX Runtime has no CPU kernels of PackedAttention"
-            action = partial(self.note, f"{PACKED}: left out, {reason}")
-        self.case(PACKED, action, seconds=seconds)
 
     def check(self, name: str, *, passed: bool, found: str) -> None:
         """Record the result of a check of the current case."""

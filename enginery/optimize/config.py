@@ -26,9 +26,6 @@ class OptimizeConfig:
     """The level of fusions, named as Optimum's, for cuda and cpu; O2 by default. O1: basic
     optimizations such as constant folding. O2: also fused attention, LayerNorm and GELU. O3: also
     the tanh approximation of GELU. O4: O3 in FP16."""
-    packed: bool = False
-    """For cuda: compute only the tokens that are not padding, which must be on the right. The graph
-    then runs on CUDA alone, without CUDA graphs; outputs are 0 at padding."""
     data: str = by_content()
     """Real inputs to measure ranges on: a CSV, TSV, JSONL, Parquet or text file, a folder of
     images, or arrays of the graph's own inputs, `.npz`, `.npy` or a folder of `.npz` files. Empty:
@@ -85,13 +82,6 @@ def check_options(config: OptimizeConfig) -> None:
             f"{config.target} and the precision is {config.precision}.",
             do="Use --level O3, or --target cuda --precision fp16.",
             option="level",
-        )
-    if config.packed and (config.target != "cuda" or config.precision == "bf16"):
-        raise OptionError(
-            f"option 'packed' is set for the target {config.target} in {config.precision}, but "
-            "ONNX Runtime packs tokens on CUDA only, in FP32 and FP16.",
-            do="Add --target cuda --precision fp16, or omit --packed.",
-            option="packed",
         )
     if config.rows < 1:
         raise OptionError(f"option 'rows' is {config.rows}, expected 1 or more.", option="rows")

@@ -95,7 +95,7 @@ def wants_fixed_cache(artifact: Artifact, record: GraphRecord, config: OptimizeC
     """Return True for a decoder that runs prompts and tokens, for CUDA."""
     decoders = DecoderGraphs.find_all(artifact.manifest.graphs)
     runs_all = any(graphs.first is graphs.later is record for graphs in decoders)
-    return config.target == "cuda" and not config.packed and runs_all
+    return config.target == "cuda" and runs_all
 
 
 def add_fixed_cache(

@@ -35,7 +35,6 @@ def fuse_graphs(artifact: Artifact, config: OptimizeConfig, out: Path) -> tuple[
             "files": files,
             "level": config.level or "O2",
             "target": config.target,
-            "packed": config.packed,
             "decomposed": [
                 record.file
                 for record in artifact.manifest.graphs

@@ -31,7 +31,6 @@ from enginery.optimize.worker import DECOMPOSED
 from enginery.passes.ir.cleanup import clean_graph, non_standard_nodes
 from enginery.passes.ir.graph_file import check_graph, externalize_weights, read_graph, write_graph
 from enginery.passes.ir.nodes import infer_types
-from enginery.passes.ir.packing import pack_tokens
 
 # Relative to an output's largest magnitude. Sums in another order differ by a few FP32 roundoffs
 # per layer; the tanh approximation of GELU by up to 5e-4 of its input per layer.
@@ -115,9 +114,6 @@ def optimize_graphs(
         else:
             data_files = write_graph(read_graph(fp32), out)
             check_graph(out)
-        # After the checks: the CPU has no kernels for packed tokens.
-        if config.packed:
-            data_files = _pack(out, result)
         if config.target == "cuda":
             # Then a vector is copied from the GPU, and not the vectors of all tokens.
             answer, note = append_answer(artifact, record, out)
@@ -229,26 +225,6 @@ def _clean(source: Path, target: Path, result: OptimizedGraphs) -> None:
     write_graph(model, target, max_inline_bytes=1 << 20)
     check_graph(target)
     result.notes.append(f"{source.name}: {cleaned.describe()}")
-
-
-def _pack(out: Path, result: OptimizedGraphs) -> tuple[str, ...]:
-    """Pack the tokens of a finished graph, which then has no CPU kernels; return its data files.
-
-    Raises:
-        ExportError: the graph has no attention that can be packed.
-    """
-    model = read_graph(out)
-    count = pack_tokens(model)
-    if not count:
-        raise ExportError(
-            f"{out.name}: option 'packed' is set, but no attention can be packed: that takes fused "
-            "attention without a causal mask, a bias or a past.",
-            do="Omit --packed.",
-        )
-    result.notes.append(f"{out.name}: the tokens of {count} attentions are packed, without padding")
-    data_files = write_graph(model, out)
-    check_graph(out)
-    return data_files
 
 
 def _compare_with_source(

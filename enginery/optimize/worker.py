@@ -55,8 +55,6 @@ class Fusion:
     level: str
     """O1, O2, O3 or O4."""
     target: Target
-    packed: bool = False
-    """Whether attention is packed afterwards."""
     decomposed: Collection[str] = ()
     """The graphs that are also written to the folder `DECOMPOSED`, without our fused attention."""
 
@@ -85,9 +83,9 @@ def fuse(fusion: Fusion, file: str) -> list[str]:
         write_graph(graph, attention, max_inline_bytes=_INLINE_BYTES)
         if fusion.target == "cuda":
             # In BERT's family, the projections become a part of the operator, and its kernels know
-            # the number of tokens of each row. No other attention can be packed.
+            # the number of tokens of each row.
             notes = fuse_operators(basic, fused, fusion, attention=True)
-            if count_fused(load_graph(fused)) >= (1 if fusion.packed else count):
+            if count_fused(load_graph(fused)) >= count:
                 return notes
         if file in fusion.decomposed:
             decomposed = fusion.out / DECOMPOSED / file
@@ -202,7 +200,6 @@ def handle_request(request: dict[str, Any]) -> dict[str, Any]:
         out=Path(request["out"]),
         level=request["level"],
         target=request["target"],
-        packed=request["packed"],
         decomposed=request["decomposed"],
     )
     notes = list[str]()

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from benchmarks.gpu_check import __main__ as command
-from benchmarks.gpu_check import goals, processes, pytorch, results
+from benchmarks.gpu_check import goals, processes, results
 from benchmarks.gpu_check.inputs import sentences, text_feeds
 from benchmarks.gpu_check.page import page
 from benchmarks.gpu_check.parts import (
@@ -27,14 +27,11 @@ from benchmarks.gpu_check.parts import (
     models,
     placement,
     serve,
-    smoke,
-    speed,
     tensorrt,
 )
 from benchmarks.gpu_check.results import Results
 from benchmarks.gpu_check.server import Server
 from benchmarks.gpu_check.settings import (
-    PACKED,
     PARTS,
     TEXT_MODELS,
     Part,
@@ -125,8 +122,6 @@ def test_every_shape_compares_enginery_with_pytorch_and_onnxruntime(dry_run):
     settings = settings_for(quick=True)
     for model in TEXT_MODELS:
         cases = dry_run.document["parts"][f"speed:{model}"]["cases"]
-        (left_out,) = cases.pop(PACKED)["notes"]
-        assert "no CPU kernels" in left_out
         points = [point for one in cases.values() for point in one["points"]]
         assert [(p["batch"], p["sequence"]) for p in points] == list(settings.points)
         for point in points:
@@ -930,7 +925,7 @@ def test_copied_artifacts_are_reused_with_their_own_weights(work, exported, monk
     made = exported("bert", "feature-extraction")
     source = given.models / "bert-base-tiny-source"
     shutil.copytree(made.manifest.source.id, source)
-    for precision in ("onnx", "fp16", "fp32", "bf16", "fp16-packed"):
+    for precision in ("onnx", "fp16", "fp32", "bf16"):
         made.copy_to(given.models / f"bert-base-{precision}")
     for stage in ("export_model", "optimize_model"):
         monkeypatch.setattr(models, stage, None)
@@ -988,26 +983,6 @@ def test_error_in_a_case_is_a_failed_check(work):
         "there is none. Install it.",
         "KeyError: 'logits'",
     ]
-
-
-@pytest.mark.more
-@pytest.mark.parametrize("part", [agreement, placement, smoke, speed])
-def test_packed_graph_runs_on_a_gpu_only(part, work, monkeypatch):
-    monkeypatch.setattr(pytorch, "require_device", lambda device: None)
-    ran = []
-    monkeypatch.setattr(Work, "case", lambda self, name, action, **_: ran.append((name, action)))
-    on_cpu = work()
-    part.run(on_cpu)
-    note = dict(ran)["fp16-packed"]
-    on_cpu._case = {"notes": []}
-    note()
-    assert on_cpu._case["notes"] == [
-        "fp16-packed: left out, ONNX Runtime has no CPU kernels of PackedAttention"
-    ]
-
-    ran.clear()
-    part.run(work(device="cuda"))
-    assert "fp16-packed" in dict(ran)["fp16-packed"].args or part is speed
 
 
 def test_full_run_has_every_shape_once_those_with_goals_first():

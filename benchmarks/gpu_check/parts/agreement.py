@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from benchmarks.gpu_check import pytorch
 from benchmarks.gpu_check.inputs import text_feeds
-from benchmarks.gpu_check.settings import PACKED, PRECISIONS
+from benchmarks.gpu_check.settings import PRECISIONS
 from benchmarks.gpu_check.work import Work
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.model.feeds import Feeds
@@ -49,7 +49,6 @@ def run(work: Work) -> None:
             work.case(precision, partial(_compare, work, precision))
     if work.on_gpu:
         work.case("fp32 by TF32", partial(_compare, work, "fp32", tf32=True))
-    work.packed_case(partial(_compare, work, PACKED))
     for way, options in (("IOBinding", {}), ("CUDA graph", {"cuda_graph": True})):
         if work.on_gpu or way == "IOBinding":
             for places in ("host", "device", "host and device by turns"):
@@ -62,7 +61,7 @@ def _compare(work: Work, precision: str, *, tf32: bool = False) -> None:
     artifact = work.artifact(precision)
     cases = [text_feeds(artifact, point) for point in work.settings.agreement]
     expected = _answers(work, artifact, "fp32", cases)
-    as_precision = "fp16" if tf32 or precision == PACKED else precision
+    as_precision = "fp16" if tf32 else precision
     noise = _answers(work, artifact, _NOISE[as_precision], cases)
     exact = work.on_gpu and precision == "fp32" and not tf32
     specs = parse_providers(work.provider, ["cuda.use_tf32=false"] if exact else [])

@@ -23,7 +23,6 @@ from benchmarks.gpu_check.settings import (
     ENCODER_DECODERS,
     GENERATORS,
     LARGE,
-    PACKED,
     PRECISIONS,
     TEXT_MODELS,
 )
@@ -64,7 +63,6 @@ def run(work: Work) -> None:
     if work.model in TEXT_MODELS:
         for precision in PRECISIONS:
             work.case(precision, partial(_optimize, work, precision, precision))
-        work.case(PACKED, partial(_optimize, work, PACKED, "fp16"))
     if work.model in (LARGE, *GENERATORS):
         work.case("fp16", partial(_optimize, work, "fp16", "fp16"))
 
@@ -77,7 +75,7 @@ def _find_carried(work: Work) -> None:
     """
     _, path = source_of(work, work.model)
     artifacts = {"source": str(path)}
-    for precision in ("onnx", *PRECISIONS, PACKED):
+    for precision in ("onnx", *PRECISIONS):
         place = work.models / f"{work.model}-{precision}"
         if (artifact := _kept(work, place)) is not None:
             check_same_weights(artifact, path)
@@ -243,7 +241,6 @@ def _optimize(work: Work, name: str, precision: str) -> None:
         target="cuda",
         precision=precision,
         io_dtype="same" if precision == "fp16" and work.model not in GENERATORS else "fp32",
-        packed=name == PACKED,
         out=out or "",
     )
     stage = artifact.manifest.stages[-1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from benchmarks.gpu_check.settings import PACKED, PRECISIONS
+from benchmarks.gpu_check.settings import PRECISIONS
 from benchmarks.gpu_check.work import Work
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import InputError
@@ -19,7 +19,6 @@ HEAVY = (
     "Gemm",
     "Attention",
     "MultiHeadAttention",
-    "PackedAttention",
     "Conv",
     "FusedMatMul",
     "GroupQueryAttention",
@@ -32,7 +31,6 @@ def run(work: Work) -> None:
     """Check each precision of the model."""
     for precision in PRECISIONS:
         work.case(precision, partial(_check, work, precision))
-    work.packed_case(partial(_check, work, PACKED))
 
 
 def _check(work: Work, precision: str) -> None:

@@ -13,7 +13,6 @@ import numpy as np
 
 from benchmarks.gpu_check import pytorch
 from benchmarks.gpu_check.inputs import sentences, text_feeds
-from benchmarks.gpu_check.settings import PACKED
 from benchmarks.gpu_check.work import Work
 from enginery import load_model
 from enginery.core.errors import InputError
@@ -31,7 +30,6 @@ def run(work: Work) -> None:
     work.case("session, FP32", partial(_run, work, "onnx", io_binding=False))
     work.case("session, FP16", partial(_run, work, "fp16", io_binding=False))
     work.case("IOBinding", partial(_run, work, "fp16"))
-    work.packed_case(partial(_run, work, PACKED))
     if work.on_gpu:
         work.case("CUDA graph", partial(_run, work, "fp16", cuda_graph=True))
         work.case("arena that shrinks", partial(_run, work, "fp16", shrink_arena=True))

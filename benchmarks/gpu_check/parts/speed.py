@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_check import pytorch
-from benchmarks.gpu_check.inputs import full_rows, text_feeds
-from benchmarks.gpu_check.settings import PACKED, Point
+from benchmarks.gpu_check.inputs import full_rows
+from benchmarks.gpu_check.settings import Point
 from benchmarks.gpu_check.variants import (
     BARE_FP16,
     BARE_FP32,
     EAGER,
     EAGER_FP32,
     SDPA,
-    Variant,
     bare_variants,
     enginery_variants,
     measure,
@@ -29,7 +28,6 @@ from benchmarks.gpu_check.variants import (
     say_medians,
 )
 from benchmarks.gpu_check.work import Work
-from enginery.runtime.onnxruntime.runner import OrtRunner
 
 _PYTORCH = {EAGER: ("eager", "fp16"), SDPA: ("sdpa", "fp16"), EAGER_FP32: ("eager", "fp32")}
 _CASE_SECONDS = 10.0
@@ -42,7 +40,6 @@ def run(work: Work) -> None:
     for point in work.settings.points:
         name = f"{point[0]}×{point[1]}"
         work.case(name, partial(_measure, work, models, point), seconds=_CASE_SECONDS)
-    work.packed_case(partial(_measure_packed, work), seconds=_CASE_SECONDS)
 
 
 def _measure(work: Work, models: dict[str, Any], point: Point) -> None:
@@ -67,21 +64,3 @@ def _measure(work: Work, models: dict[str, Any], point: Point) -> None:
         found = measure(work, variants, left_out)
     work.add("points", {"model": work.model, "batch": point[0], "sequence": point[1], **found})
     say_medians(work, f"{point[0]}×{point[1]}", found)
-
-
-def _measure_packed(work: Work) -> None:
-    """Measure what packing gains on rows of 50 to 100 % of the longest, with padding."""
-    point = max(work.settings.points, key=lambda each: each[0] * each[1])
-    artifacts = {"fp16": work.artifact("fp16"), PACKED: work.artifact(PACKED)}
-    feeds = text_feeds(artifacts["fp16"], point)
-    with ExitStack() as stack:
-        runners = {
-            name: stack.enter_context(OrtRunner(artifact, providers=[work.provider]))
-            for name, artifact in artifacts.items()
-        }
-        variants = [Variant(name, "host", partial(r, feeds)) for name, r in runners.items()]
-        found = measure(work, variants, {})
-    title = f"{point[0]}×{point[1]}, real lengths"
-    medians = [f"{name} {one['median_ms']:.3f} ms" for name, one in found["latency"].items()]
-    work.set("packed", found["latency"])
-    work.note(f"{title}: {', '.join(medians)}")
