@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 from onnx import TensorProto, helper, numpy_helper
 
 from enginery.core.artifact.artifact import Artifact, commit_artifact
@@ -19,9 +20,16 @@ def break_graph(artifact, edit, *, graph="model.onnx", **manifest):
     model = onnx.load(str(path))
     edit(model)
     path.unlink()  # it may be a hard link to the file in the store
-    onnx.save(model, str(path))
+    onnx.save(sorted_nodes(model), str(path))
     commit_artifact(artifact.path, artifact.manifest.model_copy(update=manifest))
     return Artifact.open(artifact.path)
+
+
+def sorted_nodes(model):
+    """Return a model whose nodes, which were added in any order, are sorted as ONNX requires."""
+    edited = ir.from_proto(model)
+    edited.graph.sort()
+    return ir.to_proto(edited)
 
 
 def weight(model, *, nth=3):

@@ -18,6 +18,7 @@ from enginery.core.artifact.artifact import Artifact, commit_artifact
 from enginery.core.closing import Closeable
 from enginery.core.errors import EngineryError
 from enginery.runtime.pytorch import reference as torch_reference
+from tests.validate.faults.edits import sorted_nodes
 from tests.validate.faults.effect import FIRST, Effect, HeldOut, Rows
 from tests.validate.faults.fault import Fault
 from tests.validate.faults.quantized import QUANTIZED_FAULTS
@@ -122,7 +123,7 @@ class Laboratory:
         changed = edit(model)
         model = changed if isinstance(changed, onnx.ModelProto) else model
         onnx.save(
-            model,
+            sorted_nodes(model),
             str(self._scratch / "model.onnx"),
             save_as_external_data=external_data,
             location="weights.bin",
