@@ -1016,6 +1016,12 @@ def test_a_short_task_in_a_pipe_says_nothing(capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_missing_input_is_named_before_a_model_is_exported(cli, tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr("enginery.first_use.run_cached", None)
+    status, _, err = cli("predict", tiny, "--input", "missing.csv", "--out", tmp_path / "out.csv")
+    assert (status, "data 'missing.csv': no such file or folder" in err) == (2, True)
+
+
 def test_predictions_go_to_standard_output(cli, artifact, monkeypatch):
     texts = io.TextIOWrapper(io.BytesIO(b"The engine is warm.\n \nIt is cold.\n"))
     monkeypatch.setattr("sys.stdin", texts)

@@ -56,15 +56,15 @@ class RandomNumbers(TorchFunctionMode):  # type: ignore[misc]  # torch is not ty
         """
         if file.exists():
             with np.load(file, allow_pickle=False) as stored:
-                given = {name: stored[name] for name in stored.files}
-            with cls(given):
+                numbers = {name: stored[name] for name in stored.files}
+            with cls(numbers):
                 yield
             return
-        numbers = cls()
-        with numbers:
+        recording = cls()
+        with recording:
             yield
         with os_errors_as(EngineryError, "random numbers cannot be written"):
-            np.savez(file, allow_pickle=False, **numbers.arrays)
+            np.savez(file, allow_pickle=False, **recording.arrays)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

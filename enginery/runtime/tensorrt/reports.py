@@ -75,18 +75,6 @@ class Coverage:
     partitions: int
     """Number of supported subgraphs; 1 if the whole graph is supported."""
 
-    def require_complete(self) -> None:
-        """Raise ProviderError with the first rejected node and its remedy, if there is one."""
-        if not self.refused:
-            return
-        more = f" ({len(self.refused) - 1} more)" if len(self.refused) > 1 else ""
-        parts = f"{self.partitions} partition{'' if self.partitions == 1 else 's'}"
-        raise ProviderError(
-            f"{self.path}: TensorRT {self.tensorrt} supports {self.taken} of {self.total} nodes, "
-            f"in {parts}; it rejects {self.refused[0]}{more}",
-            do=self.refused[0].remedy or f"Run: enginery lint {self.path} --target tensorrt",
-        )
-
 
 @dataclass(frozen=True)
 class BuiltPlan:
@@ -138,26 +126,6 @@ class BuiltPlan:
     def int8_gemms(self) -> int:
         """Number of matrix products on INT8 activations; fused ones count once."""
         return self.count("gemm", "int8")
-
-    @property
-    def fp16_gemms(self) -> int:
-        """Number of matrix products on FP16 activations, except in fused attentions."""
-        return self.count("gemm", "fp16")
-
-    @property
-    def bf16_gemms(self) -> int:
-        """Number of matrix products on BF16 activations, except in fused attentions."""
-        return self.count("gemm", "bf16")
-
-    @property
-    def fp32_gemms(self) -> int:
-        """Number of matrix products on FP32 activations."""
-        return self.count("gemm", "fp32")
-
-    @property
-    def int8_convolutions(self) -> int:
-        """Number of convolutions on INT8 activations."""
-        return self.count("convolution", "int8")
 
     @property
     def fused_attentions(self) -> int:

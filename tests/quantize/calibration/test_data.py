@@ -218,6 +218,17 @@ def test_labels_need_rows_that_have_them(bert, vit, tmp_path):
         read(vit, data=str(tmp_path), label_column="label")
 
 
+def test_rows_of_a_token_classifier_have_no_label(tiny, tmp_path):
+    path = lines(tmp_path / "rows.csv", ["warm", "cold"])
+    with pytest.raises(OptionError, match="token-classification, whose rows have no label"):
+        read(
+            tiny("bert", "token-classification"),
+            data=path,
+            label_column="tags",
+            accuracy_budget="1%",
+        )
+
+
 def test_a_graph_of_sounds_says_what_it_takes(tiny, tmp_path):
     audio = tiny("wav2vec2", "audio-classification")
     with pytest.raises(InputError, match="expected a folder of audio"):

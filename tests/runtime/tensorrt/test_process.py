@@ -112,8 +112,8 @@ def test_fp32_bert_builds_and_every_product_is_counted(exported):
     model = exported("bert", "text-classification").model
     built = build_plan(model, BuildRequest([PROFILE], capabilities=["8.9"]))
     assert products(model) <= computed(built)
-    assert built.fp32_gemms == built.count("gemm") > 0
-    assert built.int8_gemms == built.fp16_gemms == built.fused_attentions == 0
+    assert built.count("gemm", "fp32") == built.count("gemm") > 0
+    assert built.fused_attentions == 0
     assert built.capabilities == ("8.9",)
     assert built.profiles == (str(PROFILE),)
     assert [str(spec) for spec in built.inputs] == [
@@ -133,8 +133,8 @@ def test_fp32_bert_builds_and_every_product_is_counted(exported):
 def test_fp16_attention_is_fused(wide_bert, halved):
     built = build_plan(halved(wide_bert.model), BuildRequest([PROFILE]))
     assert built.fused_attentions == built.count("attention", "fp16") == 2
-    assert built.fp16_gemms > 0
-    assert built.fp32_gemms == 0
+    assert built.count("gemm", "fp16") > 0
+    assert built.count("gemm", "fp32") == 0
     assert build_plan(wide_bert.model, BuildRequest([PROFILE])).fused_attentions == 0
 
 
@@ -164,7 +164,7 @@ def test_int8_convolutions_are_counted(tmp_path, quantized):
     )
     built = build_plan(path, BuildRequest([BATCH]))
     assert built.count("convolution") == 1
-    assert built.int8_convolutions == quantized
+    assert built.count("convolution", "int8") == quantized
     assert built.count("convolution", "fp32") == (not quantized)
 
 
@@ -413,8 +413,6 @@ def test_coverage_counts_supported_nodes_and_names_the_others(tmp_path, isolated
     assert "Plugin not found" in first.reason
     assert "enginery optimize --target tensorrt" in first.remedy
     assert (second.node, second.op_type, second.remedy) == ("#4", "DynamicQuantizeLinear", "")
-    with pytest.raises(ProviderError, match=r"4 of 6 nodes, in 3 partitions.*first.*\(1 more\)"):
-        found.require_complete()
 
 
 @needs_tensorrt
@@ -423,7 +421,6 @@ def test_exported_graph_is_covered_whole(exported):
     assert found.refused == ()
     assert found.taken == found.total > 100
     assert found.partitions == 1
-    found.require_complete()
 
 
 @needs_tensorrt
