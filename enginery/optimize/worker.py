@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
+from onnx import numpy_helper
 
 from enginery.core.artifact.external_data import external_data_files, load_graph
 from enginery.core.errors import ExportError
@@ -138,8 +140,9 @@ def fuse_operators(source: Path, fused: Path, fusion: Fusion, *, attention: bool
         omitted |= {"skip_layer_norm", "bias_skip_layer_norm"}
     notes = list[str]()
     for fewer in _FEWER_FUSIONS:
+        proto = onnx.load(source)  # again: a fusion that fails leaves its graph half changed
         try:
-            model = _apply_fusions(source, fusion.level, omitted | set(fewer))
+            model = _apply_fusions(proto, fusion.level, omitted | set(fewer))
             break
         except Exception as error:  # they index nodes that a graph may not have
             frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -157,8 +160,7 @@ def fuse_operators(source: Path, fused: Path, fusion: Fusion, *, attention: bool
     return notes
 
 
-def _apply_fusions(source: Path, level: str, omitted: Collection[str]) -> ir.Model:
-    import onnx
+def _apply_fusions(model: onnx.ModelProto, level: str, omitted: Collection[str]) -> ir.Model:
     from onnxruntime.transformers.fusion_options import FusionOptions
     from onnxruntime.transformers.optimizer import optimize_by_fusion
 
@@ -171,16 +173,13 @@ def _apply_fusions(source: Path, level: str, omitted: Collection[str]) -> ir.Mod
     options.enable_gelu_approximation = level in ("O3", "O4")
     for name in omitted:
         setattr(options, f"enable_{name}", False)
-    model = onnx.load(source)
     _complete_norms(model)
     # 0: the numbers of heads and features are read from the graph.
     return ir.from_proto(optimize_by_fusion(model, "bert", 0, 0, options).model)
 
 
-def _complete_norms(model: Any) -> None:
-    """Give each LayerNormalization of an `onnx.ModelProto` a bias, which the fusions read."""
-    from onnx import numpy_helper
-
+def _complete_norms(model: onnx.ModelProto) -> None:
+    """Give each LayerNormalization a bias, which the fusions read."""
     widths = {tensor.name: tensor.dims for tensor in model.graph.initializer}
     for node in model.graph.node:
         if node.op_type == "LayerNormalization" and len(node.input) == 2:

@@ -11,7 +11,7 @@ import pytest
 
 from enginery.core.artifact.external_data import load_graph
 from enginery.optimize.fusions import fused_ops
-from enginery.optimize.worker import DECOMPOSED, Fusion, fuse
+from enginery.optimize.worker import DECOMPOSED, Fusion, fuse, fuse_operators
 from enginery.passes.attention.fuse import count_fused, count_unfused
 from tests import tiny
 
@@ -243,6 +243,21 @@ def test_a_graph_of_which_nothing_can_be_fused_is_that_of_level_1(tmp_path, monk
 
     monkeypatch.setattr(optimizer, "optimize_by_fusion", fail)
     assert not fused_ops(fused(norms(tmp_path), "cuda", tmp_path / "fused"))
+
+
+def test_a_graph_that_cannot_be_read_is_an_error_and_not_a_fusion_that_fails(tmp_path, monkeypatch):
+    path = norms(tmp_path)
+    load = onnx.load
+
+    def fail(source, *arguments, **options):
+        if source == path:
+            raise OSError(5, "Input/output error", str(source))
+        return load(source, *arguments, **options)
+
+    monkeypatch.setattr(onnx, "load", fail)
+    fusion = Fusion(path.parent, tmp_path / "fused", "O2", "cuda")
+    with pytest.raises(OSError, match="Input/output error"):
+        fuse_operators(path, tmp_path / "fused.onnx", fusion, attention=True)
 
 
 def test_level_1_fuses_nothing(tmp_path):
