@@ -105,6 +105,8 @@ def add_fixed_cache(
     target = decoder.out.with_name(f"{decoder.out.stem}{SUFFIX}.onnx")
     try:
         return _add(artifact, decoder, config, target)
+    except OSError:  # a full disk is no property of the graph
+        raise
     except Exception as error:  # whatever is unusual in a graph: the artifact does without
         target.unlink(missing_ok=True)
         expected = isinstance(error, UnsuitableGraphError | EngineryError)

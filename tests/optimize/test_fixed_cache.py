@@ -9,6 +9,7 @@ import pytest
 
 from enginery import export_model, publish_model
 from enginery.core.artifact.external_data import external_data_files
+from enginery.core.errors import ArtifactError
 from enginery.optimize import fixed_cache, stage
 from enginery.optimize.config import OptimizeConfig
 from enginery.passes.generation.fixed_cache import fix_cache
@@ -131,6 +132,16 @@ def test_a_graph_with_other_logits_is_left_out(optimized, monkeypatch):
         "model.onnx: no graph with a cache of fixed size, because of its logits"
         in notes(artifact)[-1]
     )
+
+
+@pytest.mark.more
+def test_a_disk_that_is_full_ends_the_stage(optimized, monkeypatch):
+    def fail(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(fixed_cache, "fix_cache", fail)
+    with pytest.raises(ArtifactError, match="No space left"):
+        optimized("gpt2", precision="fp32")
 
 
 def test_other_targets_have_none(optimized):
