@@ -142,6 +142,27 @@ def os_errors_as(kind: type[EngineryError], start: str, *, do: str = "") -> Iter
         raise kind(f"{start}: {cause}{file}.", do=_NO_SPACE if is_full else do) from error
 
 
+def is_system_error(error: BaseException) -> bool:
+    """Return True if the operating system failed an operation, and that led to this error.
+
+    A file that does not exist is no failure: libraries look for many that a model may lack.
+
+    >>> try:
+    ...     with os_errors_as(InputError, "the tokenizer cannot be loaded"):
+    ...         raise PermissionError(errno.EACCES, "Permission denied")
+    ... except InputError as error:
+    ...     is_system_error(error)
+    True
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        missing = isinstance(cause, FileNotFoundError | NotADirectoryError)
+        if isinstance(cause, OSError) and cause.errno is not None and not missing:
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
 def join_problems(problems: Iterable[OptionError]) -> OptionError:
     """Return the only problem, or one error of their class that lists all, each with what to do.
 

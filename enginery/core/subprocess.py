@@ -30,7 +30,14 @@ from typing import Any, NoReturn
 
 from enginery.core import errors, module_runner
 from enginery.core.closing import Closeable
-from enginery.core.errors import EngineryError, MissingPackageError, os_errors_as
+from enginery.core.errors import (
+    EngineryError,
+    ExportError,
+    InputError,
+    MissingPackageError,
+    is_system_error,
+    os_errors_as,
+)
 from enginery.core.extras import missing_package
 from enginery.core.scratch import temporary_directory
 from enginery.core.trust.resource_limits import NO_LIMITS, ResourceLimits, watching
@@ -445,7 +452,12 @@ def _error(error: Exception, description: str) -> WorkerResult:
     if isinstance(error, ImportError):
         error = missing_package(error, description) or error
     if isinstance(error, EngineryError):
-        values = {"type": type(error).__name__, "message": error.message, "do": error.do}
+        kind = type(error)
+        if kind in (ExportError, InputError) and is_system_error(error):
+            # A file that the system denies says nothing about the model or its inputs: no caller
+            # may take it for their refusal.
+            kind = EngineryError
+        values = {"type": kind.__name__, "message": error.message, "do": error.do}
     else:
         traceback.print_exc()
         first = next(iter(str(error).strip().splitlines()), "")

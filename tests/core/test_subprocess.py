@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from enginery.core.errors import ExportError, ShapeError, SourceError
+from enginery.core.errors import EngineryError, ExportError, InputError, ShapeError, SourceError
 from enginery.core.subprocess import (
     Supervision,
     WorkerProcess,
@@ -57,6 +57,15 @@ print(os.getpid(), flush=True)
 if sys.argv[1] == "locked":
     re.match(r"(a+)+$", "a" * 64 + "b")  # C code that keeps the lock
 time.sleep(600)
+"""
+
+REFUSING = """
+from enginery.core.errors import InputError, os_errors_as
+from enginery.core.subprocess import serve_requests
+def handle(request):
+    with os_errors_as(InputError, "the input is refused"):
+        raise eval(request["error"])
+serve_requests(handle)
 """
 
 ECHO = """
@@ -257,6 +266,23 @@ def test_worker_can_be_run_by_hand(modules):
     words = [sys.executable, "-m", "child", modules / "request.json", modules / "result.json"]
     assert subprocess.run(words, check=False, stdin=subprocess.DEVNULL).returncode == 0
     assert json.loads((modules / "result.json").read_text()) == {"value": 8}
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        ("PermissionError(13, 'Permission denied')", EngineryError),
+        ("OSError(5, 'Input/output error')", EngineryError),
+        ("FileNotFoundError(2, 'No such file or directory')", InputError),
+        ("OSError('no tokenizer')", InputError),
+    ],
+)
+def test_a_file_that_the_system_denies_is_no_refusal_of_the_input(modules, error, kind):
+    (modules / "refusing.py").write_text(REFUSING)
+    worker = WorkerProcess("refusing", description="working", error=ExportError)
+    with worker, pytest.raises(EngineryError, match="the input is refused") as raised:
+        worker.request("call", error=error)
+    assert type(raised.value) is kind
 
 
 def test_temporary_log_of_a_worker_process_is_removed_with_it(modules, monkeypatch):
