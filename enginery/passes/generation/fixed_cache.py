@@ -67,10 +67,7 @@ _HIDDEN = -3e4
 _PREFIX = "fixed_cache"
 _MASK = "encoder_attention_mask"
 _INT64, _FLOAT = ir.DataType.INT64, ir.DataType.FLOAT
-_END = np.iinfo(np.int64).max
 _HEADS_BEFORE_POSITIONS = (0, 2, 1, 3)
-# Operators for which a dim of size 1 does for any size.
-_BROADCASTING = frozenset({"Add", "And", "Div", "Equal", "MatMul", "Mul", "Or", "Sub", "Where"})
 
 
 @dataclass(frozen=True)
@@ -209,7 +206,6 @@ class _Rewriter:
         self.grouped, self.rotary = grouped, rotary
         self.build = Builder(model, _PREFIX)
         self.inputs = {value.name or "": value for value in self.graph.inputs}
-        self.original_inputs = frozenset(self.inputs)
         self.counts: Counter[str] = Counter()
         self._cached: dict[Any, ir.Value] = {}
         self._contexts: list[tuple[ir.Value, ir.Shape]] = []
