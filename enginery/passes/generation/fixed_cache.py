@@ -44,7 +44,7 @@ from enginery.passes.generation.sizes import (
 from enginery.passes.generation.visibility import Visibility, measure_visibility
 from enginery.passes.ir.builder import Builder
 from enginery.passes.ir.graph_file import read_graph
-from enginery.passes.ir.nodes import clear_shapes, infer_types
+from enginery.passes.ir.nodes import clear_shapes, constant_numbers, infer_types
 from enginery.passes.ir.op_types import MICROSOFT
 from enginery.runtime.decoder_graphs import (
     LOGITS,
@@ -175,8 +175,7 @@ def _is_last_position(node: ir.Node) -> bool:
     """Return True for a Slice of the last element of axis 1."""
     if node.op_type != "Slice" or len(node.inputs) < 4:
         return False
-    tensors = [v and ir.convenience.get_const_tensor(v) for v in node.inputs[1:4]]
-    starts, _, axes = ([] if t is None else t.numpy().reshape(-1).tolist() for t in tensors)
+    starts, _, axes = map(constant_numbers, node.inputs[1:4])
     return starts == [-1] and axes in ([1], [-2])
 
 
