@@ -217,8 +217,8 @@ class Model(Closeable):
 
         Args:
             texts: texts, or lists of token ids, which get no prompt.
-            dtype: type of the numbers.
-            options: see `EmbedOptions`, for this one, too.
+            dtype: type of the numbers, see `EmbedOptions`.
+            options: the others of `EmbedOptions`.
 
         Returns:
             (len(texts), dim), or (len(texts), dimensions); of bits an eighth of that.
@@ -423,8 +423,8 @@ class Model(Closeable):
 
         Args:
             images: the images.
-            dtype: type of the numbers.
-            options: see `VectorOptions`, for this one, too.
+            dtype: type of the numbers, see `VectorOptions`.
+            options: the others of `VectorOptions`.
 
         Returns:
             (len(images), dim), or (len(images), dimensions); of bits an eighth of that.
