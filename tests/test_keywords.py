@@ -3,17 +3,16 @@
 $ python -m tests.test_keywords > enginery/keywords.py    # part of `make schema`
 """
 
-import ast
 import dataclasses
 import inspect
+import re
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator
+from pydantic import BeforeValidator
 
 import enginery
 from enginery import api
@@ -29,6 +28,9 @@ from enginery.quantize.config import QuantizeConfig
 from enginery.runtime.generation.inputs import GenerationInputs
 from enginery.runtime.generation.options import GenerationOptions
 from enginery.runtime.model import Model
+from enginery.runtime.tasks import TASKS
+from enginery.runtime.tasks.task import TaskOptions
+from enginery.runtime.tasks.views import VIEWS
 from enginery.validate.config import ValidateConfig
 
 FUNCTIONS = {
@@ -44,33 +46,37 @@ FUNCTIONS = {
     KserveConfig: api.export_kserve,
 }
 HEADER = '''\
-"""The options of each stage and of generation as keyword arguments, for type checkers and editors.
+"""The options of each stage, and of the methods of `Model`, as keyword arguments of their types.
 
 `make schema` writes this module from the options, and a test holds them equal. Nothing imports it
-at run time.
+at run time. What an option means is said where it is declared.
 """
 
 from typing import Any, Literal, TypedDict
 '''
 
 INPUT_KEYWORDS = {
-    "source_language": (str, "Language of the texts, for translation models."),
-    "target_language": (str, "Language to translate to."),
-    "prompt": (str, "Beginning of a text about an image; or what was said before the speech."),
-    "language": (str, "Language of the speech."),
-    "task": (Literal["transcribe", "translate"], "What is done with speech."),
-    "return_timestamps": (bool, "Return the time of each segment of speech."),
-    "chunk_length_s": (float, "Seconds of the chunks that speech is cut into; 0 for none."),
-    "stride_length_s": (
-        float | tuple[float, float],
-        "Seconds of a chunk that overlap with the one before, and with the next one.",
-    ),
+    "source_language": str,
+    "target_language": str,
+    "prompt": str,
+    "language": str,
+    "task": Literal["transcribe", "translate"],
+    "return_timestamps": bool,
+    "chunk_length_s": float,
+    "stride_length_s": float | tuple[float, float],
 }
 """Options of `generate` that are about its inputs; which ones there are depends on the model."""
 
+DTYPE = ("dtype",)
+METHODS = {verb: task for verb, task in {**TASKS, **VIEWS}.items() if verb != "generate"}
+"""The tasks whose methods have the options of the task."""
+
+PARAMETERS = {"zero_shot_images": ("candidate_labels",), "embed": DTYPE, "embed_images": DTYPE}
+"""Verb -> options that are parameters of the method: labels, and the type that vectors have."""
+
 
 def class_name(config):
-    return config.__name__.replace("Config", "Keywords")
+    return re.sub("(Config|Options)$", "Keywords", config.__name__)
 
 
 def type_text(option_type):
@@ -87,54 +93,56 @@ def type_text(option_type):
     if origin is tuple:
         item = type_text(arguments[0])
         return f"tuple[{item}, ...] | list[{item}]"
+    if origin is list:
+        return f"list[{type_text(arguments[0])}]"
     if origin is dict:
         return f"dict[{', '.join(map(type_text, arguments))}]"
     return "None" if option_type is NoneType else option_type.__name__
 
 
-def field_docstrings(config):
-    """Return the docstring below each field of a dataclass and its bases."""
-    docstrings = {}
-    for base in reversed(config.__mro__):
-        if base in (object, BaseModel):
-            continue
-        body = ast.parse(inspect.getsource(base)).body[0].body
-        for field, docstring in pairwise(body):
-            if isinstance(field, ast.AnnAssign) and isinstance(docstring, ast.Expr):
-                docstrings[field.target.id] = docstring.value.value
-    return docstrings
-
-
-def class_source(name, docstring, options):
-    """Return the source of a TypedDict, from the type and the docstring of each option."""
-    lines = [f"class {name}(TypedDict, total=False):", f'    """{docstring}"""\n']
-    for option, (option_type, meaning) in options.items():
-        lines.append(f"    {option}: {type_text(option_type)}")
-        if meaning:
-            lines.append(f'    """{meaning}"""')
-    return "\n".join(lines) + "\n"
+def class_source(name, docstring, options, bases=("TypedDict",)):
+    """Return the source of a TypedDict, from the type of each option."""
+    lines = [f"class {name}({', '.join(bases)}, total=False):", f'    """{docstring}"""\n']
+    lines += [f"    {option}: {type_text(option_type)}" for option, option_type in options.items()]
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def stage_source(config, function):
     """Return the TypedDict of a stage, with the options that are no parameter of its function."""
-    types, docstrings = get_type_hints(config), field_docstrings(config)
-    parameters = inspect.signature(function).parameters
-    options = {
-        field.name: (types[field.name], docstrings[field.name])
-        for field in dataclasses.fields(config)
-        if field.name not in parameters
-    }
+    types, parameters = get_type_hints(config), inspect.signature(function).parameters
+    names = [field.name for field in dataclasses.fields(config) if field.name not in parameters]
     docstring = f"The options of `{function.__name__}`, see `{config.__name__}`."
-    return class_source(class_name(config), docstring, options)
+    return class_source(class_name(config), docstring, {name: types[name] for name in names})
+
+
+def task_sources():
+    """Return the TypedDicts of the methods of `Model`, derived from one another as the options."""
+    parameters = {}
+    for verb, names in PARAMETERS.items():
+        for kind in METHODS[verb].Options.__mro__:
+            parameters.setdefault(kind, []).extend(names)
+    kinds = dict.fromkeys(
+        kind
+        for task in METHODS.values()
+        for kind in reversed(task.Options.__mro__)
+        if issubclass(kind, TaskOptions) and kind is not TaskOptions
+    )
+    for kind in kinds:
+        types = get_type_hints(kind)
+        names = [
+            name for name in vars(kind).get("__annotations__", {}) if name in kind.model_fields
+        ]
+        options = {name: types[name] for name in names if name not in parameters.get(kind, ())}
+        bases = [class_name(base) for base in kind.__bases__ if base is not TaskOptions]
+        yield class_source(
+            class_name(kind), f"See `{kind.__name__}`.", options, bases or ("TypedDict",)
+        )
 
 
 def generation_source():
     """Return the TypedDict of `Model.generate`."""
     types = get_type_hints(GenerationOptions, include_extras=True)
-    docstrings = field_docstrings(GenerationOptions)
-    options = {
-        name: (types[name], docstrings.get(name, "")) for name in GenerationOptions.model_fields
-    }
+    options = {name: types[name] for name in GenerationOptions.model_fields}
     docstring = "The options of `Model.generate`, see `GenerationOptions`."
     return class_source("GenerationKeywords", docstring, options | INPUT_KEYWORDS)
 
@@ -143,7 +151,7 @@ def module_source():
     classes = [stage_source(config, function) for config, function in FUNCTIONS.items()]
     return subprocess.run(
         [sys.executable, "-m", "ruff", "format", "--stdin-filename", "enginery/keywords.py", "-"],
-        input="\n\n".join((HEADER, *classes, generation_source())),
+        input="\n\n".join((HEADER, *classes, *task_sources(), generation_source())),
         capture_output=True,
         text=True,
         check=True,

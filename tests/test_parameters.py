@@ -14,7 +14,6 @@ LONGER = {
     "cli: run": (12, OPTIONS),
     "cli: show_provider_options": (7, OPTIONS),
     "cli: try_out": (10, OPTIONS),
-    "runtime: Model.classify": (8, "its keywords are the documentation of the public method"),
     "runtime: load_model": (12, "its keywords are the documentation of the public function"),
 }
 """Functions that take more: how many parameters, and the reason why they are no dataclass."""

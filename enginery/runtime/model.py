@@ -32,10 +32,10 @@ from enginery.runtime.providers.known import CUDA
 from enginery.runtime.providers.selection import Provider
 from enginery.runtime.providers.specification import Providers, parse_providers
 from enginery.runtime.tasks import manifest_tasks, require_task
-from enginery.runtime.tasks.answer import MAX_ANSWER_TOKENS, ContextAnswer
+from enginery.runtime.tasks.answer import ContextAnswer
 from enginery.runtime.tasks.audio import Transcription
 from enginery.runtime.tasks.batch_runner import BatchRunner
-from enginery.runtime.tasks.classify import Activation, Classification
+from enginery.runtime.tasks.classify import Classification
 from enginery.runtime.tasks.detect import Detection
 from enginery.runtime.tasks.fill import MaskFillings
 from enginery.runtime.tasks.generate import GenerateOptions, Generation, TextSearch
@@ -46,8 +46,8 @@ from enginery.runtime.tasks.row_stream import (
     Window,
     run_here,
 )
-from enginery.runtime.tasks.segment import Segment, Subtask
-from enginery.runtime.tasks.tag import Aggregation, TokenSpan
+from enginery.runtime.tasks.segment import Segment
+from enginery.runtime.tasks.tag import TokenSpan
 from enginery.runtime.tasks.task import (
     InputLimits,
     MediaTask,
@@ -61,8 +61,7 @@ from enginery.runtime.tasks.task import (
 )
 from enginery.runtime.tasks.text_generator import TextGenerator, open_rows
 from enginery.runtime.tasks.views import SparseVector, task_views
-from enginery.runtime.tasks.zero_shot import TEMPLATE, split_labels
-from enginery.runtime.tasks.zero_shot_images import IMAGE_TEMPLATE
+from enginery.runtime.tasks.zero_shot import split_labels
 from enginery.runtime.text.batching import GPU_MAX_ROWS, GPU_MAX_TOKENS
 from enginery.runtime.text.chat_template import Message
 from enginery.runtime.text.vector_dtypes import VectorDtype
@@ -70,7 +69,22 @@ from enginery.runtime.text.vector_dtypes import VectorDtype
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from enginery.keywords import GenerationKeywords
+    from enginery.keywords import (
+        AnswerKeywords,
+        ClassifyKeywords,
+        DetectKeywords,
+        EmbedKeywords,
+        FillKeywords,
+        GenerationKeywords,
+        LabelKeywords,
+        PromptKeywords,
+        SegmentKeywords,
+        SparseKeywords,
+        TagKeywords,
+        TranscribeKeywords,
+        VectorKeywords,
+        ZeroShotImageKeywords,
+    )
 
 ImageInput: TypeAlias = "str | Path | bytes | Image | NDArray[np.uint8]"
 """A path, the content of a file, a Pillow image, or an array (height, width, channels)."""
@@ -91,9 +105,9 @@ class Model(Closeable):
     `embed_images`, `zero_shot_images`, `detect`, `segment`, `classify_audio`, `transcribe`, or
     `generate` and `stream`; a model that embeds has `embed_tokens` as well, and one that fills
     masks `embed_sparse`. The methods of other tasks raise InputError. A method takes a list of
-    inputs and returns the results in the same order. Texts and audio that are longer than the model
-    takes are truncated, and counted in `truncated`; texts beyond the `length_limit` of the artifact
-    raise InputError.
+    inputs, images and audio as `ImageInput` and `AudioInput`, and returns the results in the same
+    order. Texts and audio that are longer than the model takes are truncated, and counted in
+    `truncated`; texts beyond the `length_limit` of the artifact raise InputError.
 
     Every method raises InputError for an invalid input, with its index, and for an option's value
     that is out of range.
@@ -179,11 +193,8 @@ class Model(Closeable):
         self,
         texts: Sequence[str | Sequence[int]],
         *,
-        truncate: bool | None = None,
-        normalize: bool | None = None,
-        dimensions: int | None = None,
-        prompt_name: str = "",
         dtype: Literal["float32"] = "float32",
+        **options: Unpack[EmbedKeywords],
     ) -> NDArray[np.float32]: ...
 
     @overload
@@ -191,64 +202,38 @@ class Model(Closeable):
         self,
         texts: Sequence[str | Sequence[int]],
         *,
-        truncate: bool | None = None,
-        normalize: bool | None = None,
-        dimensions: int | None = None,
-        prompt_name: str = "",
         dtype: VectorDtype,
+        **options: Unpack[EmbedKeywords],
     ) -> NDArray[Any]: ...
 
     def embed(
         self,
         texts: Sequence[str | Sequence[int]],
         *,
-        truncate: bool | None = None,
-        normalize: bool | None = None,
-        dimensions: int | None = None,
-        prompt_name: str = "",
         dtype: VectorDtype = "float32",
+        **options: Unpack[EmbedKeywords],
     ) -> NDArray[Any]:
         """Embed texts; pool and normalize as the model's sentence-transformers modules specify.
 
         Args:
             texts: texts, or lists of token ids, which get no prompt.
-            truncate: False raises an error for a text that is longer than the model takes.
-            normalize: True scales vectors to length 1, False returns them as pooled; None follows
-                the model's own files.
-            dimensions: number of leading dimensions to keep, for models trained with Matryoshka
-                representation learning (arXiv:2205.13147); None for all.
-            prompt_name: name of a prompt in config_sentence_transformers.json; empty for the
-                model's default.
-            dtype: type of the numbers: float16; int8 of vectors of length 1, times 127; or a bit
-                for each dimension, packed into int8 (`binary`) or uint8 (`ubinary`).
+            dtype: type of the numbers, see `EmbedOptions`.
+            options: the others of `EmbedOptions`.
 
         Returns:
             (len(texts), dim), or (len(texts), dimensions); of bits an eighth of that.
         """
-        vectors: NDArray[Any] = self._run_task(
-            "embed",
-            texts,
-            truncate=truncate,
-            normalize=normalize,
-            dimensions=dimensions,
-            prompt_name=prompt_name,
-            dtype=dtype,
-        )
+        vectors: NDArray[Any] = self._run_task("embed", texts, {"dtype": dtype, **options})
         return vectors
 
     def embed_tokens(
-        self,
-        texts: Sequence[str | Sequence[int]],
-        *,
-        truncate: bool | None = None,
-        prompt_name: str = "",
+        self, texts: Sequence[str | Sequence[int]], **options: Unpack[PromptKeywords]
     ) -> list[NDArray[np.float32]]:
         """Embed each token of texts: the model's token vectors, as they are before the pooling.
 
         Args:
-            texts: see `embed`, for this and the others.
-            truncate: False raises an error for a text that is longer than the model takes.
-            prompt_name: name of a prompt.
+            texts: see `embed`.
+            options: see `PromptOptions`.
 
         Returns:
             float32 (tokens, dim) for each text; its special tokens and its prompt count.
@@ -256,18 +241,11 @@ class Model(Closeable):
         Raises:
             InputError: the graph pools by itself, and has no output of token vectors.
         """
-        vectors: list[NDArray[np.float32]] = self._run_task(
-            "embed_tokens", texts, truncate=truncate, prompt_name=prompt_name
-        )
+        vectors: list[NDArray[np.float32]] = self._run_task("embed_tokens", texts, options)
         return vectors
 
     def embed_sparse(
-        self,
-        texts: Sequence[str | Sequence[int]],
-        *,
-        truncate: bool | None = None,
-        prompt_name: str = "",
-        max_active_dims: int | None = None,
+        self, texts: Sequence[str | Sequence[int]], **options: Unpack[SparseKeywords]
     ) -> list[SparseVector]:
         """Embed texts as sparse vectors over the vocabulary, with a SPLADE model.
 
@@ -275,71 +253,29 @@ class Model(Closeable):
         SparseEncoder.
 
         Args:
-            texts: see `embed`, for this and the two next.
-            truncate: False raises an error for a text that is longer than the model takes.
-            prompt_name: name of a prompt.
-            max_active_dims: keep only this many largest weights of a vector; None for all.
+            texts: see `embed`.
+            options: see `SparseOptions`.
 
         Returns:
             The indices and values of the weights above 0 of each text.
         """
-        vectors: list[SparseVector] = self._run_task(
-            "embed_sparse",
-            texts,
-            truncate=truncate,
-            prompt_name=prompt_name,
-            max_active_dims=max_active_dims,
-        )
+        vectors: list[SparseVector] = self._run_task("embed_sparse", texts, options)
         return vectors
 
     def classify(
-        self,
-        texts: Sequence[str | tuple[str, str]],
-        *,
-        truncate: bool | None = None,
-        top_k: int = 0,
-        activation: Activation = "auto",
-        instruction: str = "",
-        candidate_labels: list[str] | None = None,
-        hypothesis_template: str = TEMPLATE,
-        multi_label: bool = False,
+        self, texts: Sequence[str | tuple[str, str]], **options: Unpack[ClassifyKeywords]
     ) -> list[Classification]:
         """Classify texts, or pairs of texts for models that compare two.
 
         Args:
             texts: texts or pairs; (query, document) for a reranker.
-            truncate: False raises an error for a text that is longer than the model takes.
-            top_k: number of labels of each text, best first; 0 for all.
-            activation: function that turns logits into scores; `auto` chooses as transformers'
-                pipelines do.
-            instruction: what a reranker that is a language model has to judge; empty for its
-                default.
-            candidate_labels: labels to choose from in place of the model's own; see `zero_shot`,
-                for this and the two next.
-            hypothesis_template: what is said of a text with a label, in place of `{}`.
-            multi_label: judge each label by itself.
+            options: see `ClassifyOptions`.
         """
-        classifications: list[Classification] = self._run_task(
-            "classify",
-            texts,
-            truncate=truncate,
-            top_k=top_k,
-            activation=activation,
-            instruction=instruction,
-            candidate_labels=candidate_labels,
-            hypothesis_template=hypothesis_template,
-            multi_label=multi_label,
-        )
+        classifications: list[Classification] = self._run_task("classify", texts, options)
         return classifications
 
     def zero_shot(
-        self,
-        texts: Sequence[str],
-        labels: Sequence[str],
-        *,
-        hypothesis_template: str = TEMPLATE,
-        multi_label: bool = False,
-        truncate: bool | None = None,
+        self, texts: Sequence[str], labels: Sequence[str], **options: Unpack[ClassifyKeywords]
     ) -> list[Classification]:
         """Choose among labels that the model was not trained on.
 
@@ -350,30 +286,23 @@ class Model(Closeable):
             texts: the texts.
             labels: the labels, at most 100, or a text with commas between them; each text runs
                 once for each.
-            hypothesis_template: what is said of a text with a label, in place of `{}`.
-            multi_label: judge each label by itself, because several may be right.
-            truncate: False raises an error for a text that is longer than the model takes.
+            options: see `ClassifyOptions`; `candidate_labels` are the labels.
 
         Raises:
             InputError: no label of the model is one of entailment, or a label is empty.
         """
         if not labels:
             raise InputError("no label is given to choose from.")
-        return self.classify(
-            texts,
-            truncate=truncate,
-            candidate_labels=split_labels(labels),
-            hypothesis_template=hypothesis_template,
-            multi_label=multi_label,
+        classifications: list[Classification] = self._run_task(
+            "classify", texts, {**options, "candidate_labels": split_labels(labels)}
         )
+        return classifications
 
     def zero_shot_images(
         self,
         images: Sequence[ImageInput],
         labels: Sequence[str],
-        *,
-        hypothesis_template: str = IMAGE_TEMPLATE,
-        top_k: int = 0,
+        **options: Unpack[ZeroShotImageKeywords],
     ) -> list[Classification]:
         """Choose among labels for images, with a model such as CLIP or SigLIP.
 
@@ -381,11 +310,9 @@ class Model(Closeable):
         for each image, or of SigLIP are of each label by itself.
 
         Args:
-            images: paths, contents of files, Pillow images, or uint8 arrays (height, width,
-                channels).
+            images: the images.
             labels: the labels, at most 100, or a text with commas between them.
-            hypothesis_template: what is said of an image with a label, in place of `{}`.
-            top_k: number of labels of each image, best first; 0 for all.
+            options: see `ZeroShotImageOptions`.
 
         Raises:
             InputError: there is no label, or one is empty or too long.
@@ -393,139 +320,78 @@ class Model(Closeable):
         classifications: list[Classification] = self._run_task(
             "zero_shot_images",
             images,
-            candidate_labels=split_labels(labels) or None,
-            hypothesis_template=hypothesis_template,
-            top_k=top_k,
+            {**options, "candidate_labels": split_labels(labels) or None},
         )
         return classifications
 
-    def tag(
-        self,
-        texts: Sequence[str],
-        *,
-        truncate: bool | None = None,
-        aggregation: Aggregation = "simple",
-    ) -> list[list[TokenSpan]]:
+    def tag(self, texts: Sequence[str], **options: Unpack[TagKeywords]) -> list[list[TokenSpan]]:
         """Find labelled spans of texts, such as names or parts of speech.
 
         Args:
             texts: texts.
-            truncate: False raises an error for a text that is longer than the model takes.
-            aggregation: how tokens are grouped into spans, as in transformers' pipeline: `none`
-                returns tokens, `simple` joins adjacent tokens of one label; `first`, `average` and
-                `max` give the tokens of a word one label before that.
+            options: see `TagOptions`.
 
         Returns:
             The spans of each text in their order, with offsets in characters.
         """
-        spans: list[list[TokenSpan]] = self._run_task(
-            "tag", texts, truncate=truncate, aggregation=aggregation
-        )
+        spans: list[list[TokenSpan]] = self._run_task("tag", texts, options)
         return spans
 
     def answer(
         self,
         questions: Sequence[tuple[str, str] | Mapping[str, str]],
-        *,
-        top_k: int = 1,
-        max_tokens: int = MAX_ANSWER_TOKENS,
-        allow_none: bool = False,
+        **options: Unpack[AnswerKeywords],
     ) -> list[list[ContextAnswer]]:
         """Find the answers to questions in their contexts; a long context is split into windows.
 
         Args:
             questions: pairs (question, context), or dicts with these two keys.
-            top_k: maximum number of answers to a question.
-            max_tokens: maximum number of tokens of an answer.
-            allow_none: include "no answer", as an empty text, among the candidates.
+            options: see `AnswerOptions`.
 
         Returns:
             The answers to each question, best first, with offsets in characters of the context.
         """
-        answers: list[list[ContextAnswer]] = self._run_task(
-            "answer", questions, top_k=top_k, max_tokens=max_tokens, allow_none=allow_none
-        )
+        answers: list[list[ContextAnswer]] = self._run_task("answer", questions, options)
         return answers
 
-    def fill(
-        self, texts: Sequence[str], *, truncate: bool | None = None, top_k: int = 5
-    ) -> list[MaskFillings]:
+    def fill(self, texts: Sequence[str], **options: Unpack[FillKeywords]) -> list[MaskFillings]:
         """Predict the most probable tokens for each mask of each text.
 
         Args:
             texts: texts with one or more of the tokenizer's mask tokens, such as `[MASK]`.
-            truncate: False raises an error for a text that is longer than the model takes.
-            top_k: number of tokens for each mask, best first.
+            options: see `FillOptions`.
         """
-        fillings: list[MaskFillings] = self._run_task("fill", texts, truncate=truncate, top_k=top_k)
+        fillings: list[MaskFillings] = self._run_task("fill", texts, options)
         return fillings
 
     def classify_images(
-        self, images: Sequence[ImageInput], *, top_k: int = 0, activation: Activation = "auto"
+        self, images: Sequence[ImageInput], **options: Unpack[LabelKeywords]
     ) -> list[Classification]:
-        """Classify images.
-
-        Args:
-            images: paths, contents of files, Pillow images, or uint8 arrays (height, width,
-                channels).
-            top_k: number of labels of each image, best first; 0 for all.
-            activation: function that turns logits into scores; `auto` chooses as transformers'
-                pipelines do.
-        """
-        classifications: list[Classification] = self._run_task(
-            "classify_images", images, top_k=top_k, activation=activation
-        )
+        """Classify images; see `LabelOptions`."""
+        classifications: list[Classification] = self._run_task("classify_images", images, options)
         return classifications
 
     def detect(
-        self, images: Sequence[ImageInput], *, threshold: float = 0.5
+        self, images: Sequence[ImageInput], **options: Unpack[DetectKeywords]
     ) -> list[list[Detection]]:
-        """Find objects in images.
-
-        Args:
-            images: paths, contents of files, Pillow images, or uint8 arrays (height, width,
-                channels).
-            threshold: objects with a higher score are returned.
+        """Find objects in images; see `DetectOptions`.
 
         Returns:
             The objects of each image in the order of transformers' pipeline, with boxes in pixels
             of the upright image.
         """
-        detections: list[list[Detection]] = self._run_task("detect", images, threshold=threshold)
+        detections: list[list[Detection]] = self._run_task("detect", images, options)
         return detections
 
     def segment(
-        self,
-        images: Sequence[ImageInput],
-        *,
-        threshold: float = 0.9,
-        mask_threshold: float = 0.5,
-        overlap_mask_area_threshold: float = 0.5,
-        subtask: Subtask = "auto",
+        self, images: Sequence[ImageInput], **options: Unpack[SegmentKeywords]
     ) -> list[list[Segment]]:
-        """Segment images: by label or, with a panoptic model, by object.
-
-        Args:
-            images: paths, contents of files, Pillow images, or uint8 arrays (height, width,
-                channels).
-            threshold: of panoptic models, queries with a higher score are segments.
-            mask_threshold: score from which a pixel counts towards the area of a query.
-            overlap_mask_area_threshold: a query of whose area others leave no more than this share
-                is no segment.
-            subtask: `semantic` joins the objects of a panoptic model by label; `auto` is panoptic
-                where the model can.
+        """Segment images: by label or, with a panoptic model, by object; see `SegmentOptions`.
 
         Returns:
             The segments of each image as in transformers' pipeline, with masks of its own size.
         """
-        segments: list[list[Segment]] = self._run_task(
-            "segment",
-            images,
-            threshold=threshold,
-            mask_threshold=mask_threshold,
-            overlap_mask_area_threshold=overlap_mask_area_threshold,
-            subtask=subtask,
-        )
+        segments: list[list[Segment]] = self._run_task("segment", images, options)
         return segments
 
     @overload
@@ -533,9 +399,8 @@ class Model(Closeable):
         self,
         images: Sequence[ImageInput],
         *,
-        normalize: bool | None = None,
-        dimensions: int | None = None,
         dtype: Literal["float32"] = "float32",
+        **options: Unpack[VectorKeywords],
     ) -> NDArray[np.float32]: ...
 
     @overload
@@ -543,77 +408,47 @@ class Model(Closeable):
         self,
         images: Sequence[ImageInput],
         *,
-        normalize: bool | None = None,
-        dimensions: int | None = None,
         dtype: VectorDtype,
+        **options: Unpack[VectorKeywords],
     ) -> NDArray[Any]: ...
 
     def embed_images(
         self,
         images: Sequence[ImageInput],
         *,
-        normalize: bool | None = None,
-        dimensions: int | None = None,
         dtype: VectorDtype = "float32",
+        **options: Unpack[VectorKeywords],
     ) -> NDArray[Any]:
         """Embed images; `notes` states which output of the graph the vectors come from.
 
         Args:
-            images: paths, contents of files, Pillow images, or uint8 arrays (height, width,
-                channels).
-            normalize: True scales vectors to length 1.
-            dimensions: number of leading dimensions to keep; None for all.
-            dtype: type of the numbers, see `embed`.
+            images: the images.
+            dtype: type of the numbers, see `VectorOptions`.
+            options: the others of `VectorOptions`.
 
         Returns:
             (len(images), dim), or (len(images), dimensions); of bits an eighth of that.
         """
-        vectors: NDArray[Any] = self._run_task(
-            "embed_images", images, normalize=normalize, dimensions=dimensions, dtype=dtype
-        )
+        vectors: NDArray[Any] = self._run_task("embed_images", images, {"dtype": dtype, **options})
         return vectors
 
     def classify_audio(
-        self, audio: Sequence[AudioInput], *, top_k: int = 0, activation: Activation = "auto"
+        self, audio: Sequence[AudioInput], **options: Unpack[LabelKeywords]
     ) -> list[Classification]:
-        """Classify sounds, speakers, spoken words or languages.
-
-        Args:
-            audio: paths, contents of files, or pairs (samples, sampling rate in Hz).
-            top_k: number of labels of each recording, best first; 0 for all.
-            activation: function that turns logits into scores; `auto` chooses as transformers'
-                pipelines do.
-        """
-        classifications: list[Classification] = self._run_task(
-            "classify_audio", audio, top_k=top_k, activation=activation
-        )
+        """Classify sounds, speakers, spoken words or languages; see `LabelOptions`."""
+        classifications: list[Classification] = self._run_task("classify_audio", audio, options)
         return classifications
 
     def transcribe(
-        self,
-        audio: Sequence[AudioInput],
-        *,
-        return_timestamps: Literal["char", "word"] | None = None,
-        chunk_length_s: float | None = None,
-        stride_length_s: float | None = None,
+        self, audio: Sequence[AudioInput], **options: Unpack[TranscribeKeywords]
     ) -> list[Transcription]:
         """Transcribe speech with a CTC model, by the most likely token of each frame.
 
         Args:
-            audio: paths, contents of files, or pairs (samples, sampling rate in Hz).
-            return_timestamps: adds `chunks` to the results, the time of each letter or word.
-            chunk_length_s: seconds of the chunks that audio is cut into, which bounds the memory of
-                a long recording; None for one run.
-            stride_length_s: seconds of a chunk that overlap with the chunk before, and as many with
-                the next one; None for a sixth of a chunk.
+            audio: the recordings.
+            options: see `TranscribeOptions`.
         """
-        transcriptions: list[Transcription] = self._run_task(
-            "transcribe",
-            audio,
-            return_timestamps=return_timestamps,
-            chunk_length_s=chunk_length_s,
-            stride_length_s=stride_length_s,
-        )
+        transcriptions: list[Transcription] = self._run_task("transcribe", audio, options)
         return transcriptions
 
     def generate(
@@ -708,7 +543,7 @@ class Model(Closeable):
             raise self._other_task(method)
         return self._rows
 
-    def _run_task(self, verb: str, inputs: Sequence[Any], **options: Any) -> Any:
+    def _run_task(self, verb: str, inputs: Sequence[Any], options: Mapping[str, Any]) -> Any:
         """Run the model on inputs; raise InputError if its task is another than `verb`."""
         if verb in self._others:
             other = self._others[verb]

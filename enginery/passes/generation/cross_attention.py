@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from enginery.passes.ir.nodes import NameAllocator
+from enginery.passes.ir.nodes import NameAllocator, constant_numbers
 
 _PREFIX = "cross_attention"
 
@@ -105,11 +105,12 @@ class _Copy:
         What is reshaped is (batch, positions, features), and heads come out of the features: sizes
         that are computed are those of the first two dims, which stay as they are (0).
         """
-        if (numbers := _constant(shape)) is None:
+        sizes: list[int | None] | None = constant_numbers(shape)
+        if sizes is None:
             sizes = _parts(shape)
-            if None in sizes[2:]:
-                raise UnknownPathError(f"{node.name}, whose shape has unknown sizes")
-            numbers = np.array([0 if size is None else size for size in sizes], np.int64)
+        if None in sizes[2:]:
+            raise UnknownPathError(f"{node.name}, whose shape has unknown sizes")
+        numbers = np.array([0 if size is None else size for size in sizes], np.int64)
         name = self._names(f"{_PREFIX}/{node.name or node.op_type}_shape")
         twin = ir.Value(name=name, const_value=ir.tensor(numbers, name=name))
         twin.type, twin.shape = ir.TensorType(ir.DataType.INT64), ir.Shape(numbers.shape)
@@ -124,11 +125,6 @@ def _parts(shape: ir.Value) -> list[int | None]:
         raise UnknownPathError(f"the shape {shape.name}")
     sizes: list[int | None] = []
     for part in node.inputs:
-        constant = None if part is None else _constant(part)
-        sizes += [None] if constant is None else [int(size) for size in constant]
+        numbers = constant_numbers(part)
+        sizes += [None] if numbers is None else numbers
     return sizes
-
-
-def _constant(value: ir.Value) -> np.ndarray | None:
-    tensor = ir.convenience.get_const_tensor(value)
-    return None if tensor is None else np.atleast_1d(tensor.numpy())

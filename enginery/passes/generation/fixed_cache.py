@@ -44,7 +44,7 @@ from enginery.passes.generation.sizes import (
 from enginery.passes.generation.visibility import Visibility, measure_visibility
 from enginery.passes.ir.builder import Builder
 from enginery.passes.ir.graph_file import read_graph
-from enginery.passes.ir.nodes import clear_shapes, infer_types
+from enginery.passes.ir.nodes import clear_shapes, constant_numbers, infer_types
 from enginery.passes.ir.op_types import MICROSOFT
 from enginery.runtime.decoder_graphs import (
     LOGITS,
@@ -67,10 +67,7 @@ _HIDDEN = -3e4
 _PREFIX = "fixed_cache"
 _MASK = "encoder_attention_mask"
 _INT64, _FLOAT = ir.DataType.INT64, ir.DataType.FLOAT
-_END = np.iinfo(np.int64).max
 _HEADS_BEFORE_POSITIONS = (0, 2, 1, 3)
-# Operators for which a dim of size 1 does for any size.
-_BROADCASTING = frozenset({"Add", "And", "Div", "Equal", "MatMul", "Mul", "Or", "Sub", "Where"})
 
 
 @dataclass(frozen=True)
@@ -178,8 +175,7 @@ def _is_last_position(node: ir.Node) -> bool:
     """Return True for a Slice of the last element of axis 1."""
     if node.op_type != "Slice" or len(node.inputs) < 4:
         return False
-    tensors = [v and ir.convenience.get_const_tensor(v) for v in node.inputs[1:4]]
-    starts, _, axes = ([] if t is None else t.numpy().reshape(-1).tolist() for t in tensors)
+    starts, _, axes = map(constant_numbers, node.inputs[1:4])
     return starts == [-1] and axes in ([1], [-2])
 
 
@@ -209,7 +205,6 @@ class _Rewriter:
         self.grouped, self.rotary = grouped, rotary
         self.build = Builder(model, _PREFIX)
         self.inputs = {value.name or "": value for value in self.graph.inputs}
-        self.original_inputs = frozenset(self.inputs)
         self.counts: Counter[str] = Counter()
         self._cached: dict[Any, ir.Value] = {}
         self._contexts: list[tuple[ir.Value, ir.Shape]] = []

@@ -19,6 +19,7 @@ from enginery.passes.generation.sizes import (
     solve_sizes,
 )
 from enginery.passes.ir.builder import Builder
+from enginery.passes.ir.nodes import constant_numbers
 
 _ALL_RUNS = (*RUNS, LONE_STEP)
 _PREFIX = "fixed_cache/size"
@@ -253,12 +254,7 @@ def _before_views(node: ir.Node) -> ir.Value | None:
     if node.op_type != "Reshape" or source is None or source.shape is None:
         return None
     # From (batch, sequence, hidden) to heads and back; 0 and -1 keep the first two dims.
-    split, merged = (_numbers(n.inputs[1]) or [] for n in (first, node))
+    split, merged = (constant_numbers(n.inputs[1]) or [] for n in (first, node))
     ranks = [len(source.shape), len(split), len(merged)]
     same = ranks == [3, 4, 3] and all(t[0] == 0 and t[1] in (0, -1) for t in (split, merged))
     return source if same else None
-
-
-def _numbers(value: ir.Value | None) -> list[int] | None:
-    tensor = None if value is None else ir.convenience.get_const_tensor(value)
-    return None if tensor is None else tensor.numpy().reshape(-1).tolist()

@@ -23,7 +23,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 from onnx_ir.tape import Tape
 
-from enginery.passes.ir.nodes import NameAllocator
+from enginery.passes.ir.nodes import NameAllocator, constant_numbers
 
 
 def remove_row_reshapes(model: ir.Model) -> int:
@@ -108,7 +108,7 @@ def _reshape_back(gemm: ir.Node, states: ir.Value) -> ir.Node | None:
         return None
     *leading, last = joined.inputs
     same = all(_is_size(value, states, axis) for axis, value in enumerate(leading))
-    return users[0] if same and _numbers(last) == [columns] else None
+    return users[0] if same and constant_numbers(last) == [columns] else None
 
 
 def _dims(value: ir.Value | None) -> list[int | str]:
@@ -135,13 +135,8 @@ def _is_size(value: ir.Value | None, states: ir.Value, axis: int) -> bool:
         and shape.op_type == "Shape"
         and shape.inputs[0] is states
         and not shape.attributes
-        and _numbers(index) == [axis]
+        and constant_numbers(index) == [axis]
     )
-
-
-def _numbers(value: ir.Value | None) -> list[int] | None:
-    tensor = ir.convenience.get_const_tensor(value) if value is not None else None
-    return tensor.numpy().reshape(-1).tolist() if tensor is not None else None
 
 
 def _rank(value: ir.Value | None) -> int | None:

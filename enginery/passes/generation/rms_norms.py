@@ -21,6 +21,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from enginery.passes.ir.builder import Builder
+from enginery.passes.ir.nodes import constant_numbers
 from enginery.passes.ir.op_types import MICROSOFT
 
 _NORM, _FUSED = "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization"
@@ -71,11 +72,11 @@ def _normalized(node: ir.Node) -> tuple[ir.Value, ir.Value, float, list[ir.Node]
         if chain is None or source is None or chain[-1].inputs[0] is not source:
             continue
         _, _, add, mean, power = chain
-        epsilon, exponent = _number(add.inputs[1]), _number(power.inputs[1])
-        axes = None if len(mean.inputs) < 2 else _number(mean.inputs[1])
+        epsilon, exponent = (constant_numbers(part.inputs[1]) for part in (add, power))
+        axes = None if len(mean.inputs) < 2 else constant_numbers(mean.inputs[1])
         keepdims = mean.attributes.get_int("keepdims", 1)
-        if epsilon is not None and (exponent, axes, keepdims) == (2.0, -1.0, 1):
-            return source, weight, epsilon, chain
+        if epsilon and len(epsilon) == 1 and (exponent, axes, keepdims) == ([2.0], [-1], 1):
+            return source, weight, float(epsilon[0]), chain
     return None
 
 
@@ -90,11 +91,6 @@ def _chain_before(node: ir.Node, index: int, kinds: Sequence[str]) -> list[ir.No
         value = current.inputs[index if len(chain) == 1 else 0]
         current = None if value is None else value.producer()
     return chain
-
-
-def _number(value: ir.Value | None) -> float | None:
-    tensor = None if value is None else ir.convenience.get_const_tensor(value)
-    return None if tensor is None or tensor.size != 1 else float(tensor.numpy().reshape(-1)[0])
 
 
 def fuse_residuals(model: ir.Model, build: Builder) -> int:

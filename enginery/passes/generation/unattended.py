@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
-from numpy.typing import NDArray
 from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from enginery.passes.ir.nodes import constant_numbers
 
 
 def keep_unattended_rows(model: ir.Model) -> int:
@@ -53,7 +54,7 @@ def _zeroed(node: ir.Node) -> ir.Value | None:
     if node.op_type != "Where":
         return None
     condition, zero, context = node.inputs
-    is_zero = (numbers := _constant(zero)) is not None and not numbers.any()
+    is_zero = (numbers := constant_numbers(zero)) is not None and not any(numbers)
     count = _operand(condition, "Less", 0)
     seen = _operand(_operand(count, "ReduceSum", 0), "Cast", 0)
     masked = _operand(_operand(context, "MatMul", 0), "Softmax", 0)
@@ -72,7 +73,7 @@ def _is_finite(mask: ir.Value) -> bool:
     filled = hidden.producer() if hidden is not None else None
     if filled is not None and filled.op_type == "Expand":
         hidden = filled.inputs[0]
-    numbers = _constant(hidden)
+    numbers = constant_numbers(hidden)
     return numbers is not None and bool(np.isfinite(numbers).all())
 
 
@@ -80,8 +81,3 @@ def _operand(value: ir.Value | None, op_type: str, index: int) -> ir.Value | Non
     """Return an input of the node that computes a value, if it has this type."""
     node = value.producer() if value is not None else None
     return node.inputs[index] if node is not None and node.op_type == op_type else None
-
-
-def _constant(value: ir.Value | None) -> NDArray[np.float32] | None:
-    tensor = ir.convenience.get_const_tensor(value) if value is not None else None
-    return None if tensor is None else tensor.numpy()

@@ -141,6 +141,12 @@ def raise_opset_for_bf16(model: ir.Model) -> None:
         model.opset_imports[""] = _BF16_OPSET
 
 
+def constant_numbers(value: ir.Value | None) -> list[Any] | None:
+    """Return the numbers of an initializer or a Constant node in a row; None if computed."""
+    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    return None if tensor is None else tensor.numpy().reshape(-1).tolist()
+
+
 def add_initializer(graph: ir.Graph, name: str, array: NDArray[Any]) -> ir.Value:
     """Add an array to a graph as an initializer."""
     # Not ascontiguousarray, which turns a scalar into a vector.

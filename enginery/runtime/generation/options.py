@@ -12,10 +12,8 @@ as in transformers.
 from __future__ import annotations
 
 import json
-import math
 import reprlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -41,54 +39,16 @@ MAX_TOP_LOGPROBS = 20
 MAX_SCHEMA_CHARACTERS = 65_536
 
 
-@dataclass(frozen=True)
-class Bound:
-    """What a caller may set an option to."""
-
-    least: float = -math.inf
-    most: float = math.inf
-    """The largest number; or of a list the largest number of items, or of the items' items."""
-    is_list: bool = False
-    item: int = 0
-    """The largest number of characters of a list's item; 0 if its items are counted together."""
-
-
-def _list(most: int, *, item: int = 0) -> Bound:
-    return Bound(0, most, is_list=True, item=item)
-
-
-BOUNDS: Mapping[str, Bound] = {
-    "begin_suppress_tokens": _list(2048),
-    "bad_words_ids": _list(1000),
-    "eos_token_id": _list(1024),
-    "forced_eos_token_id": _list(1024),
-    "suppress_tokens": _list(2048),
-    "stop_strings": _list(16, item=256),
-    "bos_token_id": Bound(0, MAX_TOKEN_ID),
-    "decoder_start_token_id": Bound(0, MAX_TOKEN_ID),
-    "forced_bos_token_id": Bound(0, MAX_TOKEN_ID),
-    "frequency_penalty": Bound(-2, 2),
-    "length_penalty": Bound(-10, 10),
-    "logit_bias": _list(MAX_BIASES),
-    "max_length": Bound(1, MAX_NEW_TOKENS),
-    "max_new_tokens": Bound(1, MAX_NEW_TOKENS),
-    "min_length": Bound(0, MAX_NEW_TOKENS),
-    "min_new_tokens": Bound(0, MAX_NEW_TOKENS),
-    "no_repeat_ngram_size": Bound(0, 1024),
-    "num_beams": Bound(1, MAX_BEAMS),
-    "num_return_sequences": Bound(1, MAX_BEAMS),
-    "pad_token_id": Bound(0, MAX_TOKEN_ID),
-    "presence_penalty": Bound(-2, 2),
-    "repetition_penalty": Bound(0.01, 100),
-    "seed": Bound(0, 2**64 - 1),
-    "temperature": Bound(1e-5, 1e5),
-    "top_k": Bound(0, MAX_TOKEN_ID),
-    "top_logprobs": Bound(0, MAX_TOP_LOGPROBS),
-    "top_p": Bound(1e-6, 1),
+MAX_ITEMS: Mapping[str, int] = {
+    "begin_suppress_tokens": 2048,
+    "bad_words_ids": 1000,
+    "eos_token_id": 1024,
+    "forced_eos_token_id": 1024,
+    "suppress_tokens": 2048,
+    "stop_strings": 16,
 }
-"""The bounds of what a caller sets: of every number and list, also of those that a step of a search
-does not read, since the thread that all requests share does the work. Beyond those of the numbers,
-float32 or a power overflows. A model's own file may have longer lists."""
+"""The largest lists of a caller, items of items counted together: the thread that all requests
+share goes through them. A model's own file may have longer ones."""
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 TokenIds = Annotated[
@@ -126,8 +86,13 @@ defaults."""
 _OF_SAMPLING = frozenset({"epsilon_cutoff", "eta_cutoff", "min_p", "top_h", "typical_p"})
 """Those of them that only sampling reads."""
 
-_DRAWS = frozenset({"temperature", "top_k", "top_p"})
-"""Supported options that only sampling reads."""
+_DRAWS: Mapping[str, tuple[float, float]] = {
+    "temperature": (1e-5, 1e5),
+    "top_k": (0, MAX_TOKEN_ID),
+    "top_p": (1e-6, 1),
+}
+"""Supported options that only sampling reads, with the bounds of a caller's values, beyond which
+float32 overflows."""
 
 _OFF: dict[str, Any] = {
     "epsilon_cutoff": 0.0,
@@ -169,18 +134,18 @@ class GenerationOptions(BaseModel):
     """Largest number of tokens to generate; null for `max_length`."""
     max_length: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] | None = None
     """Largest number of tokens with the decoder's prompt; null for 20 new ones."""
-    min_new_tokens: Annotated[int, Field(ge=0)] | None = None
+    min_new_tokens: Annotated[int, Field(ge=0, le=MAX_NEW_TOKENS)] | None = None
     """Number of tokens before which generation does not end."""
-    min_length: Annotated[int, Field(ge=0)] = 0
+    min_length: Annotated[int, Field(ge=0, le=MAX_NEW_TOKENS)] = 0
     """The same, with the decoder's prompt."""
     stop_strings: Annotated[
-        tuple[Annotated[str, Field(min_length=1)], ...],
+        tuple[Annotated[str, Field(min_length=1, max_length=256)], ...],
         BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
     ] = ()
     """Texts at whose end generation ends."""
     do_sample: bool = False
     """Draw tokens by their probabilities, in place of the most probable ones."""
-    seed: Annotated[int, Field(ge=0)] | None = None
+    seed: Annotated[int, Field(ge=0, le=2**64 - 1)] | None = None
     """Seed of the draws; null for another one each time."""
     temperature: Annotated[float, Field(allow_inf_nan=False, json_schema_extra=_POSITIVE)] = 1.0
     """Divides the logits before a draw."""
@@ -197,7 +162,7 @@ class GenerationOptions(BaseModel):
     early_stopping: bool | Literal["never"] = False
     """When beam search ends: with enough finished beams (true), when none is likely to improve
     (false), or when none can (`never`)."""
-    repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
     """Divides positive logits of tokens that occurred, and multiplies negative ones."""
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     """Subtracted from a token's logit for each time that it was generated, as OpenAI defines it."""
@@ -215,7 +180,7 @@ class GenerationOptions(BaseModel):
     renormalize_logits: bool = False
     """Take the log-softmax of the scores after all other changes, which changes the scores of beams
     whose tokens were banned."""
-    no_repeat_ngram_size: Annotated[int, Field(ge=0, le=MAX_NEW_TOKENS)] = 0
+    no_repeat_ngram_size: Annotated[int, Field(ge=0, le=1024)] = 0
     """No sequence of this many tokens occurs twice; 0 for no such limit."""
     bad_words_ids: tuple[Annotated[tuple[TokenId, ...], Field(min_length=1)], ...] = ()
     """Sequences of tokens that are not generated."""
@@ -249,16 +214,19 @@ class GenerationOptions(BaseModel):
             elif name not in fields:
                 shown = name[:_MAX_SHOWN]
                 raise InputError(f"unknown option '{shown}'{nearest(shown, fields)}.")
-            elif name in BOUNDS and name not in _DRAWS:
-                check_bound(name, value)
+            elif name in MAX_ITEMS:
+                check_items(name, value)
         if "max_length" in passed and "max_new_tokens" not in passed:
             passed["max_new_tokens"] = None  # the file's would take precedence
         merged = {**self.model_dump(exclude_unset=True), **passed}
         options = validated(GenerationOptions, merged, InputError, "")
         options.check()
-        if options.do_sample:
-            for name in _DRAWS & passed.keys():
-                check_bound(name, passed[name])
+        for name, (least, most) in _DRAWS.items():
+            if options.do_sample and name in passed and not least <= getattr(options, name) <= most:
+                raise InputError(
+                    f"{name}: found {short(passed[name])}, expected a number from {least:.12g} to "
+                    f"{most:.12g}."
+                )
         return options
 
     def check(self) -> None:
@@ -396,34 +364,14 @@ def validated(
         raise error(f"{where}{name}: found {short(first['input'])}; {first['msg']}.") from None
 
 
-def check_bound(name: str, value: Any) -> None:
-    """Raise InputError if a caller's value is beyond its bound; other types are checked later."""
-    bound = BOUNDS[name]
-    if bound.is_list:
-        values = list(value) if isinstance(value, list | tuple | dict) else [value]
-        count = len(values)
-        if count <= bound.most and not bound.item:
-            count = sum(len(item) if isinstance(item, list | tuple) else 1 for item in values)
-        if count > bound.most:
-            raise InputError(f"{name}: found {count} items, expected at most {bound.most:g}.")
-        _check_items(name, values, bound.item)
-    elif (
-        isinstance(value, int | float)
-        and math.isfinite(value)
-        and not bound.least <= value <= bound.most
-    ):
-        low, high = (
-            f"{end:.12g}" if isinstance(end, float) else end for end in (bound.least, bound.most)
-        )
-        raise InputError(f"{name}: found {short(value)}, expected a number from {low} to {high}.")
-
-
-def _check_items(name: str, values: Sequence[Any], most: int) -> None:
-    for index, item in enumerate(values):
-        if most and isinstance(item, str) and len(item) > most:
-            raise InputError(
-                f"{name}[{index}]: found {len(item)} characters, expected at most {most}."
-            )
+def check_items(name: str, value: Any) -> None:
+    """Raise InputError for a caller's list that is longer than `MAX_ITEMS`."""
+    values, most = value if isinstance(value, list | tuple) else [value], MAX_ITEMS[name]
+    count = len(values)
+    if count <= most:
+        count = sum(len(item) if isinstance(item, list | tuple) else 1 for item in values)
+    if count > most:
+        raise InputError(f"{name}: found {count} items, expected at most {most}.")
 
 
 _SHORT = reprlib.Repr()

@@ -34,7 +34,7 @@ from enginery.runtime.generation.inputs import (
 from enginery.runtime.generation.options import (
     DEFAULT_NEW_TOKENS,
     GenerationOptions,
-    check_bound,
+    check_items,
     read_generation_config,
 )
 from enginery.runtime.generation.recording import Recording, RecordingPart
@@ -342,7 +342,7 @@ class Generate(Task):
                 field="logit_bias",
             )
         for name in _COMPARED:  # also those of the model's own file
-            check_bound(name, getattr(chosen, name))
+            check_items(name, getattr(chosen, name))
         forced = [*chosen.forced_eos_token_id]
         if chosen.forced_bos_token_id is not None:
             forced.append(chosen.forced_bos_token_id)

@@ -3,7 +3,7 @@
 A task (embed, classify, tag, …) is one class in one module of this package. `load_model`, the
 server, `predict`, the MLflow model, Triton's Python steps and the sample predictions of a recipe
 all use it. To add a task, add a module, a line in `enginery.runtime.tasks.TASKS` and a method of
-`enginery.runtime.model.Model`.
+`enginery.runtime.model.Model`, with the keywords that `make schema` writes.
 
     task = Embed.open(artifact, record)
     work = task.preprocess(["The engine is warm."], task.Options())

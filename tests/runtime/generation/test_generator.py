@@ -171,18 +171,3 @@ def test_a_decoder_without_cache_does_not_generate(tiny_model, home):
     artifact = export_model(source, task="text-generation")
     with pytest.raises(ArtifactError, match="export it for text-generation-with-past"):
         load_model(artifact)
-
-
-def test_what_may_begin_a_stop_string_is_held_back(decoder):
-    _, artifact = decoder("gpt2")
-    with load_model(artifact) as model:
-        (whole,) = model.generate(TEXTS[:1], max_new_tokens=30)
-        # It begins like the text in its middle, and goes on otherwise.
-        middle = whole.text[6:10]
-        stream = model.stream(TEXTS[0], max_new_tokens=30, stop_strings=[f"{middle}\x00"])
-        sent, ends = "", []
-        for piece in stream:
-            sent += piece
-            ends.append(len(sent))
-    assert sent == whole.text
-    assert not any(6 < end < 10 for end in ends)

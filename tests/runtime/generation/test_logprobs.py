@@ -103,13 +103,13 @@ def test_penalties_count_generated_tokens_alone():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"top_logprobs": 21}, "top_logprobs: found 21, expected a number from 0 to 20"),
+        ({"top_logprobs": 21}, "top_logprobs: found 21; .* equal to 20"),
         ({"top_logprobs": 1, "num_beams": 2}, "beam search has no log-probabilities"),
-        ({"frequency_penalty": 2.5}, "frequency_penalty: found 2.5, expected a number from -2"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty: found 2.5; .* equal to 2"),
         ({"presence_penalty": float("nan")}, "presence_penalty: found nan"),
         ({"logit_bias": {7: 101}}, "logit_bias.7: found 101"),
         ({"logit_bias": {"x": 1}}, "logit_bias.x"),
-        ({"logit_bias": dict.fromkeys(range(1025), 1)}, "found 1025 items, expected at most 1024"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1)}, "logit_bias: found .* at most 1024"),
     ],
 )
 def test_values_out_of_bounds_are_errors(options, message):
