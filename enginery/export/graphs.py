@@ -253,8 +253,7 @@ def check_tensors(name: str, model: Any) -> None:
                 continue
             producer = next((n.op_type for n in model.graph.node if value.name in n.output), "")
             raise ExportError(
-                f"{name}: the {role} '{value.name}' is {_describe_type(value.type)}; expected a "
-                "tensor.",
+                f"{name}: the {role} '{value.name}' is {_CONTAINERS[kind]}, expected a tensor.",
                 do=_CONTAINER_REMEDIES.get(
                     producer,
                     f"Change the file so that this {role} is a tensor: take SequenceConstruct, "
@@ -263,29 +262,20 @@ def check_tensors(name: str, model: Any) -> None:
             )
 
 
+_CONTAINERS = {
+    "sequence_type": "a sequence",
+    "optional_type": "an optional",
+    "map_type": "a map",
+    "sparse_tensor_type": "a sparse tensor",
+    "opaque_type": "an opaque value",
+}
+"""Kind of a type -> its name for messages."""
 _CONTAINER_REMEDIES = {
     "ZipMap": "Convert the model again without ZipMap: with skl2onnx, "
     "to_onnx(model, X, options={'zipmap': False}); with onnxmltools, "
     "convert_…(model, …, zipmap=False). The output is then a tensor of probabilities.",
 }
 """Operator that makes a container -> what to do."""
-
-
-def _describe_type(type_proto: Any) -> str:
-    """Return a type in words: `a sequence of (a map from int64 to a tensor of float32)`."""
-    kind = type_proto.WhichOneof("value")
-    inner = getattr(type_proto, kind) if kind else type_proto
-    if kind == "sequence_type":
-        return f"a sequence of ({_describe_type(inner.elem_type)})"
-    if kind == "optional_type":
-        return f"an optional ({_describe_type(inner.elem_type)})"
-    if kind == "map_type":
-        key = ELEMENT_TYPES.get(inner.key_type, "unknown")
-        return f"a map from {key} to {_describe_type(inner.value_type)}"
-    if kind in ("tensor_type", "sparse_tensor_type"):
-        noun = "a tensor" if kind == "tensor_type" else "a sparse tensor"
-        return f"{noun} of {ELEMENT_TYPES.get(inner.elem_type, 'unknown')}"
-    return "of another type"
 
 
 def is_readable(dim: Dim) -> bool:

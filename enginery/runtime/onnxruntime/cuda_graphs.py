@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ Key = tuple[tuple[int, ...], ...]
 
 _SHOWN = 5
 _COUNTED_SHAPES = 1024
-_NOT_RECORDED = "cannot use the graph capture feature"
+NOT_RECORDED = "cannot use the graph capture feature"
 """In ONNX Runtime's error for a graph with nodes that prevent CUDA graphs."""
 
 
@@ -150,50 +150,6 @@ class CapturePolicy:
         self._unrecordable.add(key)
 
 
-@dataclass(frozen=True)
-class Recording:
-    """A session whose runs can be recorded as CUDA graphs, or why there is none."""
-
-    session: Any = None
-    """None if the provider has no CUDA graphs, or for `obstacle`."""
-    providers: Sequence[Provider] = ()
-    """The providers of the session, with the option for CUDA graphs."""
-    obstacle: str = ""
-    """The nodes that prevent it."""
-
-
-def open_recording(
-    path: Path,
-    providers: Sequence[Provider],
-    open_session: Callable[[Path, Sequence[Provider]], Any],
-    find_obstacles: Callable[[], Sequence[str]],
-) -> Recording:
-    """Open a session whose runs can be recorded, if the provider and every node allow it.
-
-    Args:
-        path: path of an ONNX file.
-        providers: result of `choose_providers`.
-        open_session: opens the session on providers.
-        find_obstacles: names what prevents a capture, if ONNX Runtime refuses the graph.
-
-    Raises:
-        ProviderError: the session cannot be opened for another reason.
-    """
-    if providers[0].name not in CUDA_GRAPH_OPTIONS:
-        return Recording()
-    recording_providers = _switched_on(providers)
-    if waiting := waiting_nodes(path):
-        return Recording(obstacle=", ".join(waiting))
-    try:
-        session = open_session(path, recording_providers)
-    except ProviderError as error:
-        if _NOT_RECORDED not in error.message:
-            raise
-        # ONNX Runtime does not name the nodes that prevent it.
-        return Recording(obstacle="; ".join(find_obstacles()) or error.message)
-    return Recording(session, recording_providers)
-
-
 def with_cuda_graph(
     graphs: Sequence[tuple[Path, Mapping[str, NDArray[Any]]]], providers: Sequence[Provider]
 ) -> list[Provider]:
@@ -217,10 +173,10 @@ def with_cuda_graph(
                 do="Every node must run on the provider, without If, Loop, Scan and copies between "
                 "devices. Run without cuda_graph.",
             )
-    return _switched_on(providers)
+    return switched_on(providers)
 
 
-def _switched_on(providers: Sequence[Provider]) -> list[Provider]:
+def switched_on(providers: Sequence[Provider]) -> list[Provider]:
     """Return the providers, with the option for CUDA graphs added to the first one."""
     head, *below = providers
     option, on = CUDA_GRAPH_OPTIONS[head.name]

@@ -47,10 +47,12 @@ from enginery.runtime.onnxruntime.binding import (
 )
 from enginery.runtime.onnxruntime.capture_lock import CAPTURE_LOCK
 from enginery.runtime.onnxruntime.cuda_graphs import (
+    NOT_RECORDED,
     CaptureStatistics,
     capture_obstacles,
     has_attention,
-    open_recording,
+    switched_on,
+    waiting_nodes,
     with_cuda_graph,
 )
 from enginery.runtime.onnxruntime.device_values import (
@@ -539,19 +541,27 @@ class OrtRunner(Closeable):
 
     def _open_recording(self, path: Path) -> Any:
         """Return a session whose runs are recorded as CUDA graphs; None if it cannot be."""
-        recording = open_recording(
-            path, self.providers, self._open, partial(self._capture_obstacles, path)
-        )
-        if recording.obstacle:
-            self.notes.append(f"runs are not recorded as CUDA graphs: {recording.obstacle}")
-        if recording.session is not None:
-            self.providers = list(recording.providers)
-        return recording.session
-
-    def _capture_obstacles(self, path: Path) -> list[str]:
-        if has_fixed_cache(self.record):  # synthetic positions could be outside the cache
-            return []
-        return capture_obstacles(path, self.providers, self._synthetic_feeds(0))
+        if self.providers[0].name not in CUDA_GRAPH_OPTIONS:
+            return None
+        obstacle = ", ".join(waiting_nodes(path))
+        if not obstacle:
+            providers = switched_on(self.providers)
+            try:
+                session = self._open(path, providers)
+            except ProviderError as error:
+                if NOT_RECORDED not in error.message:
+                    raise
+                # ONNX Runtime does not name the nodes that prevent it. A graph with a fixed cache
+                # is not run for them: synthetic positions could be outside the cache.
+                nodes = []
+                if not has_fixed_cache(self.record):
+                    nodes = capture_obstacles(path, self.providers, self._synthetic_feeds(0))
+                obstacle = "; ".join(nodes) or error.message
+            else:
+                self.providers = providers
+                return session
+        self.notes.append(f"runs are not recorded as CUDA graphs: {obstacle}")
+        return None
 
     def _choose_binding(self, index: int, arrays: Feeds, outputs: tuple[str, ...]) -> DeviceBinding:
         """Return the binding for these inputs and outputs."""

@@ -8,7 +8,6 @@ import pytest
 from enginery import load_model
 from enginery.core.errors import ProviderError
 from enginery.core.shapes import TensorSpec
-from enginery.runtime.onnxruntime import cuda_graphs
 from enginery.runtime.onnxruntime import runner as runner_module
 from enginery.runtime.onnxruntime.device_values import Device
 from enginery.runtime.onnxruntime.ladder import Ladder
@@ -294,7 +293,7 @@ def test_sizes_without_rungs_are_recorded_when_they_come_again(tiny):
 
 @pytest.mark.usefixtures("recording")
 def test_a_graph_that_waits_for_the_gpu_is_not_recorded(tiny, monkeypatch):
-    monkeypatch.setattr(cuda_graphs, "waiting_nodes", lambda path: ["unpad (RemovePadding)"])
+    monkeypatch.setattr(runner_module, "waiting_nodes", lambda path: ["unpad (RemovePadding)"])
     with OrtRunner(tiny.artifact("bert", "feature-extraction"), ON_SMALL) as runner:
         assert runner.captures is None
         assert runner.notes == ["runs are not recorded as CUDA graphs: unpad (RemovePadding)"]
