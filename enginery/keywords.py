@@ -66,7 +66,7 @@ class QuantizeKeywords(TypedDict, total=False):
     curve: bool
     exclude: tuple[str, ...] | list[str]
     ranges: str
-    scheme: Literal["auto", "int8", "fp8", "dynamic"]
+    scheme: Literal["int8", "fp8", "dynamic"]
     target: Literal["tensorrt", "cuda", "cpu"]
     per_channel: bool
     capability: tuple[str, ...] | list[str]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from enginery.core.errors import OptionError
@@ -65,11 +65,10 @@ class QuantizeConfig:
     ranges: str = by_content()
     """Ranges to reuse: `reports/ranges.json` from an earlier run, or its artifact. Nothing is
     calibrated then, and the accuracy is measured only on built-in inputs."""
-    scheme: Literal["auto", "int8", "fp8", "dynamic"] = "auto"
+    scheme: Literal["int8", "fp8", "dynamic"] = "int8"
     """`int8` and `fp8` (E4M3, for compute capabilities 8.9, 12.0 and later) use static ranges.
     `dynamic` is INT8 with activation scales computed at run time, for the target cpu; it needs no
-    calibration, and is less accurate. `auto` is `int8`, or `dynamic` for the target cpu if that
-    meets the budget and is faster on this machine."""
+    calibration, and is less accurate."""
     target: Literal["tensorrt", "cuda", "cpu"] = "tensorrt"
     """Runtime that the graph is made for. `cpu` is ONNX Runtime's CPU provider, without a trial
     engine. `cuda` is refused: ONNX Runtime has no INT8 matrix products there."""
@@ -175,13 +174,6 @@ def check_options(config: QuantizeConfig) -> None:
     _require("seed", config.seed, 0, float("inf"))
     if not isinstance(config.smoothing, str):
         _require("smoothing", config.smoothing, 0, 1)
-
-
-def resolve_scheme(config: QuantizeConfig) -> QuantizeConfig:
-    """Return the options without `auto`, unless the target is the CPU, where speeds decide."""
-    if config.scheme == "auto" and (config.target != "cpu" or config.ranges):
-        return replace(config, scheme="int8")
-    return config
 
 
 def require_calibration(config: QuantizeConfig) -> None:

@@ -23,7 +23,6 @@ class QuantizeJob:
     source: Artifact
     """The FP32 artifact."""
     config: QuantizeConfig
-    """The options, with a scheme in place of `auto`, unless both are tried."""
     data: CalibrationData | None
     """The calibration inputs; None for reused ranges, and for dynamic INT8 without inputs."""
     fields: Mapping[str, str]

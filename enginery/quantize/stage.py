@@ -65,10 +65,8 @@ from enginery.quantize.config import (
     list_capabilities,
     require_no_budget,
     residual_precision,
-    resolve_scheme,
 )
 from enginery.quantize.dynamic import quantize_dynamic
-from enginery.quantize.fastest import quantize_to_fastest
 from enginery.quantize.job import QuantizeJob, QuantizeResult, scheme_from_config
 from enginery.quantize.report import QuantizedGraph, make_report, save_curve
 from enginery.quantize.source_graph import SourceGraph, require_calibratable
@@ -76,7 +74,6 @@ from enginery.quantize.trial import build_trials, check_trial_options
 from enginery.reports.layer_errors import save_layer_errors
 from enginery.reports.quantization import EngineTrial, QuantizationReport
 from enginery.runtime.graph_roles import answer_graph, input_graph
-from enginery.runtime.machine import read_cpuinfo, usable_cpus
 
 STAGE = "quantize"
 STAGE_VERSION = "18"
@@ -99,15 +96,10 @@ def fingerprint(
         InputError: the ranges cannot be read.
     """
     check_options(config)
-    config = resolve_scheme(config)
     return stage_fingerprint(
         STAGE,
         STAGE_VERSION,
-        {
-            "artifact": source.content_sha256(),
-            # With `auto`, speeds on this machine decide.
-            **(_machine() if config.scheme == "auto" else {}),
-        },
+        {"artifact": source.content_sha256()},
         option_fields(
             config,
             data=data.content if data else "none",
@@ -115,11 +107,6 @@ def fingerprint(
         ),
         stage_tools(TOOLS),
     )
-
-
-def _machine() -> dict[str, str]:
-    """Return what the speed of a graph depends on, for the key of what speeds decide."""
-    return {"processor": read_cpuinfo()[0], "cores": str(usable_cpus())}
 
 
 def read_calibration(
@@ -136,7 +123,6 @@ def read_calibration(
         InputError: an input cannot be read.
     """
     check_options(config)
-    config = resolve_scheme(config)
     require_quantizable(source, config)
     if config.ranges and inputs is not None:
         raise OptionError(
@@ -183,8 +169,6 @@ def run(
         EngineryError: there is no space for FP32's outputs in the temporary directory.
     """
     started = time.monotonic()
-    # The record has the options as they were set, and beside them what `auto` became.
-    requested, config = config, resolve_scheme(config)
     source.require_passed(allow_failed=config.allow_failed)
     require_quantizable(source, config)
     key = key or fingerprint(source, config, data)
@@ -193,15 +177,7 @@ def run(
         (directory / REPORTS).mkdir()
         with temporary_directory("quantize") as scratch:
             job = QuantizeJob(source, config, data, key.fields, directory, scratch, progress)
-            if config.scheme == "auto":
-                scheme, result = quantize_to_fastest(
-                    {"int8": _quantize_static, "dynamic": quantize_dynamic}, job
-                )
-                config = replace(config, scheme=scheme)
-            elif config.scheme == "dynamic":
-                result = quantize_dynamic(job)
-            else:
-                result = _quantize_static(job)
+            result = (quantize_dynamic if config.scheme == "dynamic" else _quantize_static)(job)
         report, notes = result.report, result.notes
         fused = config.scheme == "dynamic" or scheme_from_config(config).supports_fusions
         first = SourceGraph.of(source, input_graph(source.manifest.graphs))
@@ -216,12 +192,12 @@ def run(
         (directory / REPORT).write_bytes(report.to_json())
         stage = StageRecord.of(
             key,
-            requested,
+            config,
             started=started,
             tools=stage_tools(TOOLS),
             peak_rss_bytes=peak_rss_bytes(),
             notes=(report.summary, *notes),
-        ).with_resolved(scheme=config.scheme)
+        )
         changes = {
             "precision": "int8" if config.scheme == "dynamic" else config.scheme,
             "residual": residual_precision(config),

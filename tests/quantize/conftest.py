@@ -62,14 +62,14 @@ def quantized(tmp_path, results):
     """Quantize an artifact: `quantized(artifact, min_cosine=0.9)`.
 
     To be fast, there is no budget, no trial engine and no accuracy curve unless an option asks
-    for one, and INT8 is static. What another test has quantized with the same inputs and options
-    is copied, unless a part of the package is patched, or the artifact may be rejected.
+    for one. What another test has quantized with the same inputs and options is copied, unless a
+    part of the package is patched, or the artifact may be rejected.
     """
 
     def make(artifact: Artifact, inputs=TEXT, *, out: Path | None = None, **options) -> Artifact:
         if options.get("capability") and not has_tensorrt():
             pytest.skip("pip install 'enginery[tensorrt-rtx]'")
-        settings = {"capability": (), "curve": False, "scheme": "int8", **options}
+        settings = {"capability": (), "curve": False, **options}
         if "accuracy_budget" not in settings:
             settings.setdefault("min_cosine", -1)
         config = options_from(QuantizeConfig, "quantize", settings)

@@ -17,7 +17,7 @@ from enginery.passes.qdq.embeddings import quantize_embeddings
 from enginery.passes.qdq.joining import joining_tensors
 from enginery.passes.qdq.layers import find_layers
 from enginery.passes.qdq.scales import ActivationQuantParams
-from enginery.quantize import calibrate, fastest, stage
+from enginery.quantize import calibrate, stage
 from enginery.quantize.config import QuantizeConfig
 from enginery.quantize.job import scheme_from_config
 from enginery.quantize.layer_toggles import LayerToggleModel
@@ -246,10 +246,8 @@ def test_a_removed_zero_point_is_found(tiny, quantized):
     assert "zero point -128, calibrated 0" in report.weights.differences[0].problem
 
 
-def test_excluded_layers_stay_in_fp32_in_dynamic_int8_as_well(tiny, quantized, speeds):
-    speeds(int8=1.0, dynamic=2.0)
-    made = quantized(tiny(*BERT), target="cpu", scheme="auto", exclude=("*attention*",))
-    assert report_of(made)["scheme"] == "dynamic"
+def test_excluded_layers_stay_in_fp32_in_dynamic_int8_as_well(tiny, quantized):
+    made = quantized(tiny(*BERT), target="cpu", scheme="dynamic", exclude=("*attention*",))
     names = [n.name for n in onnx.load(made.model).graph.node if n.op_type == "MatMulInteger"]
     assert names
     assert not any("attention" in name for name in names)
@@ -301,30 +299,6 @@ def test_no_tensorrt_is_needed(tiny, quantized, monkeypatch):
     assert not report_of(quantized(tiny(*BERT), target="cpu", capability=["8.9"]))["engines"]
 
 
-@pytest.fixture
-def speeds(monkeypatch):
-    """Set how many times as fast as FP32 each scheme is."""
-
-    def set_speeds(**ratios):
-        def measure(_job, folders):
-            return {scheme: [ratios[scheme]] * 5 for scheme in folders}
-
-        monkeypatch.setattr(fastest, "_measure", measure)
-
-    return set_speeds
-
-
-def test_the_fastest_scheme_is_kept_as_if_it_had_been_named(tiny, quantized, speeds, tmp_path):
-    source = tiny("bert", "feature-extraction")
-    speeds(int8=2.0, dynamic=2.1)
-    made = quantized(source, out=tmp_path / "auto", target="cpu", scheme="auto")
-    assert report_of(made)["scheme"] == made.manifest.stages[-1].options["scheme"] == "dynamic"
-    assert made.manifest.precision == "int8"
-    alone = quantized(source, out=tmp_path / "alone", target="cpu", scheme="dynamic")
-    assert made.model.read_bytes() == alone.model.read_bytes()
-    assert {p.name for p in made.path.rglob("*")} == {p.name for p in alone.path.rglob("*")}
-
-
 def test_a_budget_without_inputs_is_an_error(tiny):
     for options, name in (({"min_cosine": 0.99}, "min_cosine"), ({"accuracy_budget": "1%"}, "acc")):
         config = QuantizeConfig(target="cpu", scheme="dynamic", **options)
@@ -349,33 +323,6 @@ def test_a_cosine_that_validation_refuses_is_noted(tiny, quantized, monkeypatch)
     expected = f"mean cosine {report_of(made)['builtin']['cosine']:.4f} on built-in inputs, but"
     assert any(note.startswith(expected) for note in made.manifest.stages[-1].notes)
     assert any(note.startswith(expected) for note in report_of(made)["notes"])
-
-
-def test_speeds_are_measured(tiny, quantized):
-    made = quantized(tiny(*BERT), target="cpu", scheme="auto")
-    (note,) = [note for note in report_of(made)["notes"] if "as fast as FP32" in note]
-    ratios = [float(part.split()[-1]) for part in note.split(": ")[1].split(",")]
-    assert len(ratios) == 2
-    assert all(0.01 < ratio < 100 for ratio in ratios)
-
-
-def test_auto_is_static_for_tensorrt(tiny, quantized):
-    made = quantized(tiny(*BERT), scheme="auto")
-    assert report_of(made)["scheme"] == made.manifest.stages[-1].options["scheme"] == "int8"
-    assert not any("as fast as FP32" in note for note in report_of(made)["notes"])
-
-
-def test_what_a_machine_has_chosen_is_not_reused_on_another(tiny, monkeypatch):
-    source = tiny(*BERT)
-
-    def keys(processor):
-        monkeypatch.setattr(stage, "read_cpuinfo", lambda: (processor, ()))
-        configs = [QuantizeConfig(target="cpu", scheme=scheme) for scheme in ("auto", "int8")]
-        return [stage.fingerprint(source, config, None).key for config in configs]
-
-    (chosen, static), (other, same) = keys("one"), keys("another")
-    assert chosen != other
-    assert static == same
 
 
 def test_the_search_rounds_what_a_convolution_writes(tmp_path):
