@@ -65,7 +65,6 @@ class QuantizeKeywords(TypedDict, total=False):
     accuracy_budget: str
     curve: bool
     exclude: tuple[str, ...] | list[str]
-    ranges: str
     scheme: Literal["int8", "fp8", "dynamic"]
     target: Literal["tensorrt", "cuda", "cpu"]
     per_channel: bool

@@ -278,20 +278,6 @@ BREAKS = (
         "tests/quantize/calibration/test_data.py tests/quantize/test_rows.py",
     ),
     Break(
-        "quantize/calibration/cache.py",
-        "if cache.scheme != scheme:",
-        "if not cache.scheme:",
-        "ranges of another scheme are reused",
-        "tests/quantize/test_stage.py",
-    ),
-    Break(
-        "quantize/fastest.py",
-        "if min(ratios[s]) > max(ratios[preferred])]",
-        "if max(ratios[s]) > max(ratios[preferred])]",
-        "a scheme that is faster in one round of several is chosen",
-        "tests/quantize/test_fastest.py",
-    ),
-    Break(
         "quantize/stage.py",
         "    source.require_passed(allow_failed=config.allow_failed)\n",
         "",

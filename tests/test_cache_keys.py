@@ -248,18 +248,6 @@ def test_providers_count_as_they_are_understood(fingerprint, tmp_path, stage):
     assert changed.key not in keys
 
 
-def test_ranges_count_by_content(exported, tmp_path):
-    def key(path):
-        config = QuantizeConfig(ranges=str(path), capability=("none",))
-        return quantize.fingerprint(exported(*MODEL), config, None)
-
-    here, there = (write(tmp_path / name, "{}") for name in ("ranges.json", "other.json"))
-    before = key(here)
-    assert before == key(there)
-    write(there, "[]")
-    assert [c.partition(":")[0] for c in key(there).changes(before.fields)] == ["ranges"]
-
-
 @pytest.mark.more
 def test_data_at_another_place_give_the_stored_artifact(exported, tmp_path, monkeypatch):
     monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))

@@ -18,7 +18,6 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from enginery.core.accuracy import AccuracyMetrics
-from enginery.core.artifact.fingerprint import sha256_of
 from enginery.core.errors import CheckFailedError, InputError, OptionError, nearest
 from enginery.passes.cast.cast import cast_graph
 from enginery.passes.cast.overflow import find_fp32_nodes, mask_floor
@@ -39,9 +38,9 @@ from enginery.quantize.calibration.activation_statistics import (
     collect_channel_statistics,
     collect_histograms,
 )
-from enginery.quantize.calibration.cache import CalibrationCache, SmoothQuantParams
 from enginery.quantize.calibration.data import Batch, make_batches
 from enginery.quantize.calibration.ranges import choose_range
+from enginery.quantize.calibration.result import Calibration, SmoothQuantParams
 from enginery.quantize.calibration.smoothing import (
     choose_smoothing,
     mean_convolution_error,
@@ -117,7 +116,7 @@ class BeyondLayers:
 def quantize_graph(
     model: ir.Model,
     layers: Sequence[Layer],
-    cache: CalibrationCache,
+    calibration: Calibration,
     config: QuantizeConfig,
     *,
     beyond_layers: bool = False,
@@ -127,7 +126,7 @@ def quantize_graph(
     Args:
         model: the FP32 graph.
         layers: the layers to quantize.
-        cache: ranges, corrections of biases and nodes that are not cast.
+        calibration: ranges, corrections of biases and nodes that are not cast.
         config: the options.
         beyond_layers: also quantize what `BeyondLayers` names.
 
@@ -138,13 +137,13 @@ def quantize_graph(
     more = BeyondLayers()
     if beyond_layers and scheme.unsigned:
         joining = joining_tensors(model, layers)  # a tensor of zeros has no range
-        more = BeyondLayers(joining=[name for name in joining if name in cache.ranges])
+        more = BeyondLayers(joining=[name for name in joining if name in calibration.ranges])
     insert_qdq(
         model,
         layers,
-        cache.ranges,
+        calibration.ranges,
         scheme=scheme,
-        bias_deltas=cache.bias_deltas,
+        bias_deltas=calibration.bias_deltas,
         joining=more.joining,
     )
     if beyond_layers and scheme.unsigned:
@@ -159,13 +158,13 @@ def quantize_graph(
         # With known shapes, ONNX Runtime fuses residuals to a kernel that is slower than its parts.
         clear_shapes(model)
     if residual_precision(config) == "fp16":
-        cast_graph(model, "fp16", keep_fp32=set(cache.fp32_nodes))
+        cast_graph(model, "fp16", keep_fp32=set(calibration.fp32_nodes))
     return more
 
 
 def calibrate(
     job: QuantizeJob, source: SourceGraph, model: ir.Model, layers: Sequence[Layer]
-) -> tuple[CalibrationCache, AccuracySearch]:
+) -> tuple[Calibration, AccuracySearch]:
     """Calibrate the layers and search for those to leave in floating point.
 
     Args:
@@ -215,23 +214,20 @@ def calibrate(
         name: replace(params, scale=float(fp16_scale(params.scale)))
         for name, params in ranges.items()
     }
-    cache = CalibrationCache(
-        graph_sha256=sha256_of(source.path),
-        scheme=job.scheme.title,
+    calibration = Calibration(
         ranges=ranges,
         bias_deltas=_correct_biases(job, observed, ranges) if config.bias_correction else {},
         left_out=left_out | zeros,
         smoothed=smoothed,
-        # Needed for an FP32 residual as well: the cache may be reused for FP16.
         fp32_nodes=_fp32_nodes(source, model, batches),
     )
-    measured = _search(job, source, cache, observed.layers, held_out, multiply_adds)
-    cache = replace(
-        cache,
-        left_out=cache.left_out | measured.result.left_out,
+    measured = _search(job, source, calibration, observed.layers, held_out, multiply_adds)
+    calibration = replace(
+        calibration,
+        left_out=calibration.left_out | measured.result.left_out,
         beyond_layers=measured.beyond_layers,
     )
-    return cache, measured
+    return calibration, measured
 
 
 def check_patterns(names: Sequence[str], patterns: Sequence[str]) -> None:
@@ -449,7 +445,7 @@ def _quantized_tensors(
 def _search(
     job: QuantizeJob,
     source: SourceGraph,
-    cache: CalibrationCache,
+    calibration: Calibration,
     layers: Sequence[Layer],
     held_out: Sequence[Batch],
     multiply_adds: MultiplyAddCounts,
@@ -460,7 +456,9 @@ def _search(
     weights = {layer.name: multiply_adds.by_layer[layer.name] / total for layer in layers}
     effect_batches = _batches_for_effects(held_out)
     with (
-        LayerToggleModel(source.path, layers, cache.ranges, cache.bias_deltas, scheme) as toggled,
+        LayerToggleModel(
+            source.path, layers, calibration.ranges, calibration.bias_deltas, scheme
+        ) as toggled,
         job.progress.task("measuring mixed precision") as advance,
     ):
         evaluator = AccuracyEvaluator.of(
@@ -475,7 +473,7 @@ def _search(
         def confirm(beyond_layers: bool, quantized: Collection[str]) -> AccuracyMetrics:
             graph = source.read()
             chosen = [layer for layer in layers if layer.name in quantized]
-            quantize_graph(graph, chosen, cache, config, beyond_layers=beyond_layers)
+            quantize_graph(graph, chosen, calibration, config, beyond_layers=beyond_layers)
             with tempfile.TemporaryDirectory(dir=job.scratch) as folder:
                 path = Path(folder, "model.onnx")
                 write_graph(graph, path)

@@ -62,9 +62,6 @@ class QuantizeConfig:
     quantized."""
     exclude: tuple[str, ...] = ()
     """Layers not to quantize: node names, or patterns such as `*/layer.0/*`."""
-    ranges: str = by_content()
-    """Ranges to reuse: `reports/ranges.json` from an earlier run, or its artifact. Nothing is
-    calibrated then, and the accuracy is measured only on built-in inputs."""
     scheme: Literal["int8", "fp8", "dynamic"] = "int8"
     """`int8` and `fp8` (E4M3, for compute capabilities 8.9, 12.0 and later) use static ranges.
     `dynamic` is INT8 with activation scales computed at run time, for the target cpu; it needs no
@@ -128,15 +125,6 @@ def check_options(config: QuantizeConfig) -> None:
             do="Use percentile, minmax, moving-average or mse; entropy is for INT8.",
             option="method",
         )
-    # Ranges reproduce a graph, whatever its accuracy; data would calibrate another one.
-    if config.ranges and (config.data or config.accuracy_budget):
-        conflicting = "data" if config.data else "accuracy_budget"
-        raise OptionError(
-            f"options 'ranges' and '{conflicting}' are both set, but with ranges nothing is "
-            "calibrated and no budget is checked.",
-            do="Remove one: 'ranges' makes the same graph again, a calibration makes a new one.",
-            option="ranges",
-        )
     # Here rather than in the trial build, which comes after the calibration.
     if config.scheme == "fp8":
         for capability in list_capabilities(config):
@@ -177,13 +165,12 @@ def check_options(config: QuantizeConfig) -> None:
 
 
 def require_calibration(config: QuantizeConfig) -> None:
-    """Check that there are inputs or ranges to calibrate with.
+    """Check that there are inputs to calibrate with.
 
     Raises:
-        OptionError: a static scheme has neither, and random inputs are not allowed.
+        OptionError: a static scheme has none, and random inputs are not allowed.
     """
-    calibrated = config.data or config.ranges or config.allow_random
-    if not calibrated and config.scheme != "dynamic":
+    if not (config.data or config.allow_random or config.scheme == "dynamic"):
         raise OptionError(
             "there are no calibration inputs. Ranges from random token ids are of no use: they "
             "are not those of texts.",

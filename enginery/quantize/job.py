@@ -24,7 +24,7 @@ class QuantizeJob:
     """The FP32 artifact."""
     config: QuantizeConfig
     data: CalibrationData | None
-    """The calibration inputs; None for reused ranges, and for dynamic INT8 without inputs."""
+    """The calibration inputs; None for dynamic INT8 without inputs."""
     fields: Mapping[str, str]
     """Fields of the stage's fingerprint, for the report."""
     directory: Path
@@ -46,8 +46,8 @@ class QuantizeJob:
         """
         if self.data is None:
             raise OptionError(
-                "neither calibration inputs nor ranges were given.",
-                do="Name one: --data FILE or --ranges ARTIFACT",
+                "no calibration inputs were given.",
+                do="Name a file: --data FILE",
             )
         return self.data
 

@@ -12,7 +12,7 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.figures import save_figure
 from enginery.passes.qdq.layers import Layer
 from enginery.quantize.calibrate import AccuracySearch, BeyondLayers
-from enginery.quantize.calibration.cache import CalibrationCache
+from enginery.quantize.calibration.result import Calibration
 from enginery.quantize.config import QuantizeConfig, residual_precision
 from enginery.quantize.job import QuantizeJob
 from enginery.reports.quantization import (
@@ -39,11 +39,10 @@ class QuantizedGraph:
     record: GraphRecord
     layers: Sequence[Layer]
     """All layers that could be quantized."""
-    cache: CalibrationCache
-    measured: AccuracySearch | None
-    """None if ranges were reused."""
-    accuracy: AccuracyMetrics | None
-    """Of the saved graph; None if ranges were reused."""
+    calibration: Calibration
+    measured: AccuracySearch
+    accuracy: AccuracyMetrics
+    """Of the saved graph."""
     trials: Sequence[EngineTrial]
     layer_errors: dict[str, LayerError]
     builtin_layer_errors: dict[str, LayerError]
@@ -52,7 +51,7 @@ class QuantizedGraph:
     @property
     def quantized(self) -> list[str]:
         """The names of the quantized layers."""
-        return [layer.name for layer in self.cache.quantized_layers(self.layers)]
+        return [layer.name for layer in self.calibration.quantized_layers(self.layers)]
 
     def summarize(self, config: QuantizeConfig, *, held_out: bool, named: bool) -> str:
         """Return a summary.
@@ -63,14 +62,14 @@ class QuantizedGraph:
             named: begin with the graph's file.
         """
         kind = config.scheme.upper()
-        parts = [f"{len(self.quantized)} of {len(self.layers)} layers in {kind}"]
-        if self.measured is not None:
-            share = self.measured.multiply_adds.share(self.quantized)
-            parts[0] += f", {share:.1%} of their multiply-adds"
-        if self.accuracy is not None:
-            parts.append(describe_accuracy(self.accuracy, held_out=held_out))
-            if self.measured is not None and self.measured.budget.kind == "accuracy":
-                parts[-1] += f" (FP32 {self.measured.budget.reference:.1%})"
+        share = self.measured.multiply_adds.share(self.quantized)
+        parts = [
+            f"{len(self.quantized)} of {len(self.layers)} layers in {kind}, {share:.1%} of their "
+            "multiply-adds",
+            describe_accuracy(self.accuracy, held_out=held_out),
+        ]
+        if self.measured.budget.kind == "accuracy":
+            parts[-1] += f" (FP32 {self.measured.budget.reference:.1%})"
         parts += [
             f"TensorRT {trial.tensorrt} for {trial.capability}: {trial.quantized_layers} of "
             f"{len(self.quantized)} multiplied in {kind}, {trial.fused_attentions} fused attentions"
@@ -83,21 +82,21 @@ def make_report(
     job: QuantizeJob,
     graphs: Sequence[QuantizedGraph],
     answers: QuantizedGraph,
-    cache: CalibrationCache,
+    calibration: Calibration,
     notes: Sequence[str],
 ) -> QuantizationReport:
     """Return the report.
 
     Args:
-        job: the options, and the calibration inputs if no ranges were reused.
+        job: the options and the calibration inputs.
         graphs: all graphs.
         answers: the one of them that computes the answers.
-        cache: what was calibrated for all of them.
+        calibration: what was calibrated for all of them.
         notes: notes of the stage.
     """
-    config, data = job.config, job.data
+    config, data = job.config, job.require_data()
     quantized = [name for graph in graphs for name in graph.quantized]
-    held_out, named = data is None or data.has_held_out_rows, len(graphs) > 1
+    held_out, named = data.has_held_out_rows, len(graphs) > 1
     # An encoder is reported beside its decoder, which computes the answers.
     others = [graph for graph in graphs if graph is not answers]
     return QuantizationReport(
@@ -108,18 +107,17 @@ def make_report(
         layers=LayerCounts(quantized=len(quantized), all=sum(len(g.layers) for g in graphs)),
         quantized_layers=quantized,
         layers_by_graph={graph.record.file: graph.quantized for graph in graphs},
-        left_out=cache.left_out,
-        fp32_nodes=cache.fp32_nodes,
+        left_out=calibration.left_out,
+        fp32_nodes=calibration.fp32_nodes,
         calibration=CalibrationRecord(
-            inputs=data.description if data else "none, ranges were reused",
-            kind=data.kind if data else "none",
+            inputs=data.description,
+            kind=data.kind,
             method=config.method,
         ),
-        activations=_activations(cache),
+        activations=_activations(calibration),
         engines=[trial for graph in graphs for trial in graph.trials],
         multiply_adds=_multiply_adds(graphs),
-        # With reused ranges, nothing was searched and no accuracy was measured.
-        search=_search(answers.measured) if answers.measured else None,
+        search=_search(answers.measured),
         accuracy=answers.accuracy,
         encoder_accuracy=others[0].accuracy if others else None,
         layer_errors={n: e for graph in graphs for n, e in graph.layer_errors.items()},
@@ -200,21 +198,19 @@ _AXES = {
 }
 
 
-def _activations(cache: CalibrationCache) -> dict[str, Any]:
+def _activations(calibration: Calibration) -> dict[str, Any]:
     """Return scale and smoothing of each activation; the vectors are only in ranges.json."""
     activations: dict[str, Any] = {}
-    for name, params in cache.ranges.items():
+    for name, params in calibration.ranges.items():
         activations[name] = {"scale": params.scale}
         # A tensor whose numbers are only moved has no smoothing of its own.
-        if name in cache.smoothed:
-            activations[name] |= asdict(cache.smoothed[name])
+        if name in calibration.smoothed:
+            activations[name] |= asdict(calibration.smoothed[name])
     return activations
 
 
-def _multiply_adds(graphs: Sequence[QuantizedGraph]) -> MultiplyAdds | None:
-    counted = [(g.measured.multiply_adds, g.quantized) for g in graphs if g.measured]
-    if not counted:
-        return None
+def _multiply_adds(graphs: Sequence[QuantizedGraph]) -> MultiplyAdds:
+    counted = [(graph.measured.multiply_adds, graph.quantized) for graph in graphs]
     total = sum(sum(work.by_layer.values()) for work, _ in counted)
     attention = sum(work.attention for work, _ in counted)
     done = sum(work.by_layer[name] for work, names in counted for name in names)

@@ -20,9 +20,7 @@ from enginery.core.accuracy import AccuracyMetrics, LayerError
 from enginery.core.artifact.artifact import REPORTS, Artifact, commit_artifact, staging
 from enginery.core.artifact.fingerprint import (
     Fingerprint,
-    combined_sha256,
     option_fields,
-    sha256_of,
     stage_fingerprint,
     stage_tools,
 )
@@ -54,11 +52,10 @@ from enginery.quantize.calibrate import (
     BeyondLayers,
     calibrate,
     check_patterns,
-    excluded_layers,
     quantize_graph,
 )
-from enginery.quantize.calibration.cache import RANGES, CalibrationCache, find_ranges_file
-from enginery.quantize.calibration.data import Batch, CalibrationData, make_batches, read_data
+from enginery.quantize.calibration.data import CalibrationData, make_batches, read_data
+from enginery.quantize.calibration.result import RANGES, Calibration
 from enginery.quantize.config import (
     QuantizeConfig,
     check_options,
@@ -93,7 +90,6 @@ def fingerprint(
 
     Raises:
         OptionError: an option is invalid.
-        InputError: the ranges cannot be read.
     """
     check_options(config)
     return stage_fingerprint(
@@ -103,7 +99,6 @@ def fingerprint(
         option_fields(
             config,
             data=data.content if data else "none",
-            ranges=sha256_of(find_ranges_file(config.ranges)) if config.ranges else "none",
         ),
         stage_tools(TOOLS),
     )
@@ -115,7 +110,7 @@ def read_calibration(
     """Read the calibration inputs for `fingerprint` and `run`; see `read_data`.
 
     Returns:
-        None for reused ranges, and for dynamic quantization without inputs.
+        None for dynamic quantization without inputs.
 
     Raises:
         OptionError: an option is invalid, or there are no inputs.
@@ -124,11 +119,6 @@ def read_calibration(
     """
     check_options(config)
     require_quantizable(source, config)
-    if config.ranges and inputs is not None:
-        raise OptionError(
-            "both calibration inputs and ranges were given, but ranges replace the calibration.",
-            do="Remove one.",
-        )
     if config.scheme != "dynamic":
         check_trial_options(source, config)
     if config.scheme == "dynamic" and inputs is None and not config.data:
@@ -159,7 +149,7 @@ def run(
 
     Raises:
         OptionError: an option is invalid, or a pattern of `exclude` matches no layer.
-        InputError: the inputs or the ranges cannot be used.
+        InputError: the inputs cannot be used.
         ArtifactError: the artifact cannot be quantized.
         RejectedArtifactError: the artifact's validation failed.
         CheckFailedError: no combination of quantized layers meets the accuracy budget, or the
@@ -213,10 +203,10 @@ def run(
 
 
 def _quantize_static(job: QuantizeJob) -> QuantizeResult:
-    """Insert Q/DQ nodes into each graph, with ranges from the calibration inputs or a cache."""
-    source, config, data = job.source, job.config, job.data
-    notes = [data.description if data else f"ranges from {find_ranges_file(config.ranges)}"]
-    if data and data.kind == "random":
+    """Insert Q/DQ nodes into each graph, with ranges from the calibration inputs."""
+    source, config, data = job.source, job.config, job.require_data()
+    notes = [data.description]
+    if data.kind == "random":
         notes.append("calibrated on random inputs: only for trying things out")
         job.progress.say(
             "quantize: calibrated on random inputs; do not use this artifact in production"
@@ -230,14 +220,13 @@ def _quantize_static(job: QuantizeJob) -> QuantizeResult:
         graphs.append(graph)
         if note:
             notes.append(note)
-    # After the conversions: ranges belong to the digest of all graphs.
-    reused = _read_ranges(graphs, config)
+    if config.exclude:
+        names = [layer.name for graph in graphs for layer in find_layers(graph.read())]
+        check_patterns(names, config.exclude)
     quantized = [
-        _quantize_graph(graph_job, graph, reused)
-        for graph_job, graph in zip(jobs, graphs, strict=True)
+        _quantize_graph(graph_job, graph) for graph_job, graph in zip(jobs, graphs, strict=True)
     ]
-    # One file, from which all graphs can be quantized again.
-    cache = CalibrationCache.merge([graph.cache for graph in quantized], _digest(graphs))
+    calibration = Calibration.merge([graph.calibration for graph in quantized])
     answers = quantized[records.index(answer_graph(records))]
     if config.target == "cpu":
         notes.append("activations are stored as uint8, for ONNX Runtime's CPU kernels")
@@ -247,13 +236,12 @@ def _quantize_static(job: QuantizeJob) -> QuantizeResult:
             "this graph"
         )
     notes += [note for graph in quantized for note in graph.more.notes()]
-    if answers.measured:
-        rows = answers.measured.evaluator.rows
-        notes += AccuracyBudget.notes(config, answer_graph(records), rows)
-        if not save_curve(job.directory / CURVE, answers.measured, config.scheme):
-            notes.append(NOT_DRAWN)
-    (job.directory / REPORTS / RANGES).write_bytes(cache.to_json())
-    report = make_report(job, quantized, answers, cache, notes)
+    rows = answers.measured.evaluator.rows
+    notes += AccuracyBudget.notes(config, answer_graph(records), rows)
+    if not save_curve(job.directory / CURVE, answers.measured, config.scheme):
+        notes.append(NOT_DRAWN)
+    (job.directory / REPORTS / RANGES).write_bytes(calibration.to_json())
+    report = make_report(job, quantized, answers, calibration, notes)
     errors = report.layer_errors or report.builtin_layer_errors
     save_layer_errors(
         job.directory / REPORTS,
@@ -277,9 +265,7 @@ def _convert(job: QuantizeJob, record: GraphRecord) -> tuple[SourceGraph, str]:
         "neither FP16 scales nor FP8: the outputs are those of the graph before"
     )
     job.progress.say(f"quantize: {note}")
-    # Without data, both graphs run on generated numbers.
-    data = job.data or CalibrationData("random", (0,), (), "", "")
-    batches, _ = make_batches(job.source, record, data, seed=job.config.seed)
+    batches, _ = make_batches(job.source, record, job.require_data(), seed=job.config.seed)
     path = job.scratch / record.file
     data_files = convert_opset(graph.path, path, _MIN_OPSET, [batches[0].load()])
     inside = Path(record.file).parent
@@ -288,45 +274,27 @@ def _convert(job: QuantizeJob, record: GraphRecord) -> tuple[SourceGraph, str]:
     return SourceGraph(job.source, converted, path), note
 
 
-def _read_ranges(graphs: Sequence[SourceGraph], config: QuantizeConfig) -> CalibrationCache | None:
-    """Return the ranges to reuse, and check `exclude` for all graphs."""
-    if config.exclude:
-        names = [layer.name for graph in graphs for layer in find_layers(graph.read())]
-        check_patterns(names, config.exclude)
-    if not config.ranges:
-        return None
-    scheme = scheme_from_config(config)
-    return CalibrationCache.read(config.ranges, graph_sha256=_digest(graphs), scheme=scheme.title)
-
-
-def _digest(graphs: Sequence[SourceGraph]) -> str:
-    """Return the digest of the FP32 graphs that ranges are for."""
-    digests = {graph.record.file: sha256_of(graph.path) for graph in graphs}
-    return next(iter(digests.values())) if len(digests) == 1 else combined_sha256(digests)
-
-
-def _quantize_graph(
-    job: QuantizeJob, source: SourceGraph, reused: CalibrationCache | None
-) -> QuantizedGraph:
+def _quantize_graph(job: QuantizeJob, source: SourceGraph) -> QuantizedGraph:
     """Write a graph with Q/DQ nodes to the job's directory, and measure it."""
     config = job.config
     model = source.read()
     layers = find_layers(model)
-    cache, measured = _obtain_calibration(job, source, model, layers, reused)
-    quantized = cache.quantized_layers(layers)
+    calibration, measured = calibrate(job, source, model, layers)
+    quantized = calibration.quantized_layers(layers)
     # Before the graph is quantized in place.
     fp32_operands = float_operands(model, quantized)
-    record, more = _write_graph(job, model, quantized, cache, source.record)
+    record, more = _write_graph(job, model, quantized, calibration, source.record)
     graph = job.directory / record.file
-    accuracy = _measure_saved(graph, measured, config)
+    fused = job.scheme.supports_fusions
+    accuracy = measure_file(graph, measured.evaluator, fused=fused)
     # For TensorRT, the search has not measured the residual additions.
-    if more and measured and accuracy and not measured.budget.is_met_by(accuracy):
+    if more and not measured.budget.is_met_by(accuracy):
         # The layers alone may still meet the budget.
-        cache = replace(cache, beyond_layers=False)
+        calibration = replace(calibration, beyond_layers=False)
         model = source.read()
         fp32_operands = float_operands(model, quantized)
-        record, more = _write_graph(job, model, quantized, cache, source.record)
-        accuracy = _measure_saved(graph, measured, config)
+        record, more = _write_graph(job, model, quantized, calibration, source.record)
+        accuracy = measure_file(graph, measured.evaluator, fused=fused)
     _check_accuracy(accuracy, measured, config)
     trials: list[EngineTrial] = []
     if config.target == "tensorrt":
@@ -339,7 +307,7 @@ def _quantize_graph(
     return QuantizedGraph(
         record=record,
         layers=layers,
-        cache=cache,
+        calibration=calibration,
         measured=measured,
         accuracy=accuracy,
         trials=trials,
@@ -382,34 +350,16 @@ def require_quantizable(source: Artifact, config: QuantizeConfig) -> None:
             )
 
 
-def _obtain_calibration(
-    job: QuantizeJob,
-    source: SourceGraph,
-    model: ir.Model,
-    layers: Sequence[Layer],
-    reused: CalibrationCache | None,
-) -> tuple[CalibrationCache, AccuracySearch | None]:
-    """Calibrate a graph, or take its part of the ranges that are reused."""
-    if reused is None:
-        return calibrate(job, source, model, layers)
-    ranges = find_ranges_file(job.config.ranges)
-    job.progress.say(f"quantize: ranges from {ranges}, nothing is calibrated")
-    cache = reused.of_graph(model, layers)
-    # `exclude` may name other layers than in the run that calibrated.
-    excluded = excluded_layers(layers, job.config.exclude, None, job.scheme)
-    return replace(cache, left_out=cache.left_out | excluded), None
-
-
 def _write_graph(
     job: QuantizeJob,
     model: ir.Model,
     quantized: Sequence[Layer],
-    cache: CalibrationCache,
+    calibration: Calibration,
     old: GraphRecord,
 ) -> tuple[GraphRecord, BeyondLayers]:
     """Write the quantized graph; return its record and what is quantized besides the layers."""
-    beyond_layers = cache.beyond_layers and job.config.scheme == "int8"
-    more = quantize_graph(model, quantized, cache, job.config, beyond_layers=beyond_layers)
+    beyond_layers = calibration.beyond_layers and job.config.scheme == "int8"
+    more = quantize_graph(model, quantized, calibration, job.config, beyond_layers=beyond_layers)
     path = job.directory / old.file
     path.parent.mkdir(parents=True, exist_ok=True)
     data_files = write_graph(model, path)
@@ -422,21 +372,11 @@ def _write_graph(
     return old.model_copy(update=changes), more
 
 
-def _measure_saved(
-    graph: Path, measured: AccuracySearch | None, config: QuantizeConfig
-) -> AccuracyMetrics | None:
-    """Measure the saved graph on held-out rows; None if there are none."""
-    if measured is None:
-        return None
-    fused = scheme_from_config(config).supports_fusions
-    return measure_file(graph, measured.evaluator, fused=fused)
-
-
 def _check_accuracy(
-    accuracy: AccuracyMetrics | None, measured: AccuracySearch | None, config: QuantizeConfig
+    accuracy: AccuracyMetrics, measured: AccuracySearch, config: QuantizeConfig
 ) -> None:
     """Raise CheckFailedError if the saved graph does not meet the accuracy budget."""
-    if accuracy and measured and not measured.budget.is_met_by(accuracy):
+    if not measured.budget.is_met_by(accuracy):
         residual = residual_precision(config)
         before = "Simulated" if residual == "fp32" else f"Before casting the rest to {residual}"
         raise CheckFailedError(
@@ -449,18 +389,16 @@ def _check_accuracy(
 
 
 def _measure_layers(
-    job: QuantizeJob, model: ir.Model, source: SourceGraph, measured: AccuracySearch | None
+    job: QuantizeJob, model: ir.Model, source: SourceGraph, measured: AccuracySearch
 ) -> tuple[dict[str, LayerError], dict[str, LayerError]]:
     """Measure the layers of a graph with `add_float_layers` on held-out and on built-in inputs."""
     path = job.scratch / "layers" / "model.onnx"
     path.parent.mkdir()
     write_graph(model, path, max_inline_bytes=0)
     fused = job.scheme.supports_fusions
-    held_out: Sequence[Batch] = ()
-    if measured:
-        # About `MAX_ROWS` rows, spread over the batches.
-        evaluator = measured.evaluator
-        held_out = evaluator.batches[:: -(-evaluator.rows // MAX_ROWS)]
+    # About `MAX_ROWS` rows, spread over the batches.
+    evaluator = measured.evaluator
+    held_out = evaluator.batches[:: -(-evaluator.rows // MAX_ROWS)]
     return (
         measure_layer_errors(path, [batch.load for batch in held_out], fused=fused),
         measure_layer_errors(path, [b.load for b in find_builtin_batches(source)], fused=fused),

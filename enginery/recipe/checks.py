@@ -198,16 +198,12 @@ def _check_export(options: export.ExportConfig, facts: _Facts) -> None:
 
 
 def _check_quantize(options: quantize.QuantizeConfig, _facts: _Facts) -> None:
-    from enginery.quantize.calibration.cache import find_ranges_file
     from enginery.runtime.tensorrt.capabilities import resolve_capabilities
     from enginery.runtime.tensorrt.library import require_tensorrt
     from enginery.runtime.tensorrt.options import RTX
 
     quantize.check_options(options)
     quantize.require_calibration(options)
-    with _about("ranges"):
-        if options.ranges:
-            find_ranges_file(options.ranges)
     with _about("capability"):
         if capabilities := quantize.list_capabilities(options):
             resolve_capabilities(RTX, capabilities)

@@ -104,7 +104,6 @@ PATHS = (
     "images",
     "input",
     "out",
-    "ranges",
     "timing_cache",
 )
 """Options that are paths, relative to the recipe's directory."""

@@ -112,15 +112,14 @@ class QuantizationReport(Report):
     """Activation -> scale and smoothing; the vectors are in ranges.json."""
     engines: list[EngineTrial] = field(default_factory=list)
     multiply_adds: MultiplyAdds | None = None
-    """None if the ranges were reused, like the two members below."""
+    """None for dynamic quantization, like the member below."""
     search: SearchRecord | None = None
     accuracy: AccuracyMetrics | None = None
     builtin: AccuracyMetrics | None = None
     """On built-in texts or images, which `validate` compares with its own measurement; None if the
     model takes neither."""
     layer_errors: dict[str, LayerError] = field(default_factory=dict)
-    """Layer -> error of its output on held-out rows; empty if the ranges were reused, and for
-    dynamic quantization."""
+    """Layer -> error of its output on held-out rows; empty for dynamic quantization."""
     builtin_layer_errors: dict[str, LayerError] = field(default_factory=dict)
     """The same on built-in texts or images; empty if the model takes neither."""
     encoder_accuracy: AccuracyMetrics | None = None

@@ -11,7 +11,6 @@ from enginery.core.errors import (
     ArtifactError,
     CheckFailedError,
     ExportError,
-    InputError,
     OptionError,
     ProviderError,
     RejectedArtifactError,
@@ -121,20 +120,6 @@ def test_the_saved_graph_does_what_the_search_simulated(tiny, quantized, kind):
     report = report_of(quantized(tiny(kind, task), residual="fp32"))
     shortfall = 1 - report["search"]["simulated"]["cosine"]
     assert 1 - report["accuracy"]["cosine"] == pytest.approx(shortfall, rel=1e-3)
-
-
-def test_ranges_give_the_same_graph_without_the_data(tiny, quantized, tmp_path):
-    source = tiny(*BERT)
-    made = quantized(source)
-    again = quantized(source, None, out=tmp_path / "again", ranges=str(made.path))
-    assert again.model.read_bytes() == made.model.read_bytes()
-    assert report_of(again)["accuracy"] is None
-
-
-def test_ranges_of_another_graph_are_refused(tiny, quantized):
-    made = quantized(tiny(*BERT))
-    with pytest.raises(InputError, match="calibrated for another graph"):
-        quantized(tiny("distilbert", "text-classification"), None, ranges=str(made.path))
 
 
 def test_the_same_inputs_give_the_same_bytes(tiny, quantized, tmp_path):
@@ -293,8 +278,6 @@ def test_a_graph_of_an_early_opset_is_converted(early, quantized, tmp_path):
         note.startswith("converted from opset 11 to 19") for note in made.manifest.stages[-1].notes
     )
     assert report_of(made)["layers"] == {"all": 2, "quantized": 2}
-    again = quantized(early, None, ranges=str(made.path), out=tmp_path / "again")
-    assert again.model.read_bytes() == made.model.read_bytes(), "with the ranges of the first"
     report = validate_model(made)
     assert report.passed, report.summary
 
@@ -337,23 +320,6 @@ def test_the_fingerprint_follows_inputs_and_options(tiny):
     assert key() != key(("a", "c"))
     assert key() != key(method="mse")
     assert key() == key(allow_failed=True)
-
-
-@pytest.mark.more
-def test_ranges_from_an_fp32_residual_keep_the_fp32_nodes(tiny, quantized, tmp_path, monkeypatch):
-    name = "/bert/encoder/layer.1/output/LayerNorm/LayerNormalization"
-    found = Fp32Node(name, "LayerNormalization", "t", 7e4, 1.0, "its output reaches 7e+04")
-    monkeypatch.setattr(calibrate, "find_fp32_nodes", lambda *_: {name: found})
-    source = tiny(*BERT)
-    wide = quantized(source, residual="fp32")
-    again = quantized(source, None, out=tmp_path / "again", ranges=str(wide.path))
-    assert report_of(again)["fp32_nodes"] == {name: "its output reaches 7e+04"}
-
-
-def test_inputs_and_ranges_together_are_rejected(tiny, quantized):
-    made = quantized(tiny(*BERT))
-    with pytest.raises(OptionError, match="but ranges replace the calibration"):
-        quantized(tiny(*BERT), TEXT, ranges=str(made.path))
 
 
 @pytest.mark.parametrize(
@@ -431,12 +397,6 @@ def test_without_labels_an_accuracy_budget_counts_answers_that_change(tiny, quan
     found = report_of(quantized(tiny(*BERT), accuracy_budget="60%"))["search"]
     assert (found["about"], found["reference"], found["allowed"]) == ("agreement", 1.0, 0.6)
     assert found["budget"] == "agreement with FP32's answers of at least 40.00%"
-
-
-def test_ranges_of_another_scheme_are_refused(tiny, quantized):
-    made = quantized(tiny(*BERT))
-    with pytest.raises(InputError, match="calibrated for int8, but this is fp8"):
-        quantized(tiny(*BERT), None, ranges=str(made.path), scheme="fp8")
 
 
 class TestDynamic:

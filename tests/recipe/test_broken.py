@@ -247,7 +247,6 @@ BROKEN = [
         "expected a folder of images",
     ),
     (recipe("export: {task: image-classification}", "bench:\nimages: photos"), "has no images"),
-    (then("quantize:\nranges: nowhere"), "expected a ranges.json"),
     (then("predict:\ninput: reviews.csv\nout: a.csv\ncolumn: review"), "has no column 'review'"),
     (
         then("predict:\nout: a.csv\ninput: predicted.csv"),

@@ -38,11 +38,6 @@ class Scheme:
     multiply with signed weights. Ranges need not be symmetric: each has its own zero point."""
 
     @property
-    def title(self) -> str:
-        """The scheme's name, and the CPU if its ranges fit no other target."""
-        return f"{self.name} for the CPU" if self.unsigned else self.name
-
-    @property
     def dtype(self) -> ir.DataType:
         """The ONNX type."""
         return ir.DataType.INT8 if self.name == "int8" else ir.DataType.FLOAT8E4M3FN

@@ -55,8 +55,8 @@ _RANDOM_ROWS = 32
 
 def read_data(
     artifact: Artifact, config: QuantizeConfig, inputs: Iterable[Any] | None
-) -> CalibrationData | None:
-    """Read the calibration inputs; None if ranges are reused and no data are given.
+) -> CalibrationData:
+    """Read the calibration inputs.
 
     Args:
         artifact: the artifact to calibrate.
@@ -77,8 +77,6 @@ def read_data(
             return data
         held_out = replace(config, data=config.held_out, rows=max_held_out(config))
         return data.with_held_out(_from_file(artifact, held_out))
-    if config.ranges:
-        return None
     require_calibration(config)
     return CalibrationData(
         "random",

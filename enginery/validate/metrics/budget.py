@@ -9,7 +9,7 @@ PyTorch has no arithmetic of this kind whose error could serve as a noise floor.
   1 - cosine may be as large as that of the budget, or as the upper confidence bound (99.9 %, one
   side) for the mean of as many rows like those, whichever is larger.
 - **Without these measurements**, 10 times the shortfall of the budget or of the measured cosine on
-  built-in inputs, and 4 times on the user's data, as with ranges that were reused.
+  built-in inputs, and 4 times on the user's data.
 
 The outputs of single layers are compared with the same layers in FP32, on the same input
 (`passes/qdq/layer_errors.py`), and with what the stage has measured in the same way:

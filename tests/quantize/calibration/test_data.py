@@ -122,10 +122,6 @@ def test_no_inputs_are_refused_unless_made_up_ones_are_allowed(bert):
     assert read(bert, allow_random=True).kind == "random"
 
 
-def test_ranges_need_no_inputs(bert):
-    assert read(bert, ranges="somewhere") is None
-
-
 @pytest.mark.parametrize("given", ["one text", {"input_ids": np.zeros((1, 4))}])
 def test_one_input_in_place_of_many_is_an_error(bert, given):
     with pytest.raises(InputError, match="expected an iterable"):
