@@ -55,7 +55,7 @@ class QuantizeKeywords(TypedDict, total=False):
     label_values: Literal["auto", "names", "indices"]
     rows: int
     held_out: str
-    method: Literal["percentile", "minmax", "moving-average", "entropy", "mse"]
+    method: Literal["percentile", "minmax", "entropy"]
     percentile: float
     smoothing: float | Literal["search", "none"]
     shift: bool

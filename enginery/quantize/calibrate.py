@@ -387,17 +387,11 @@ def _ranges_by_method(
             advance=advance,
         )
 
-    def range_of(name: str) -> ActivationQuantParams:
-        def params_of(limit: float) -> ActivationQuantParams:
-            return with_observed_range(statistics[name], ranges[name], scheme, limit=limit)
-
-        return params_of(
-            choose_range(
-                histograms[name], config.method, params_of, scheme, percentile=config.percentile
-            )
-        )
-
-    return {name: range_of(name) for name in ranges}
+    chosen = {}
+    for name, params in ranges.items():
+        limit = choose_range(histograms[name], config.method, scheme, percentile=config.percentile)
+        chosen[name] = with_observed_range(statistics[name], params, scheme, limit=limit)
+    return chosen
 
 
 def _correct_biases(

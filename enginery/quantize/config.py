@@ -12,7 +12,7 @@ from enginery.runtime.tensorrt.options import capability_name
 
 MAX_HELD_OUT = 128
 
-Method = Literal["percentile", "minmax", "moving-average", "entropy", "mse"]
+Method = Literal["percentile", "minmax", "entropy"]
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def check_options(config: QuantizeConfig) -> None:
     if config.scheme == "fp8" and config.method == "entropy":
         raise OptionError(
             "option 'method' is entropy, but FP8 has unequal steps; expected a method for them.",
-            do="Use percentile, minmax, moving-average or mse; entropy is for INT8.",
+            do="Use percentile or minmax; entropy is for INT8.",
             option="method",
         )
     # Here rather than in the trial build, which comes after the calibration.

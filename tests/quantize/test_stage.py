@@ -318,7 +318,7 @@ def test_the_fingerprint_follows_inputs_and_options(tiny):
 
     assert key() == key()
     assert key() != key(("a", "c"))
-    assert key() != key(method="mse")
+    assert key() != key(method="minmax")
     assert key() == key(allow_failed=True)
 
 
