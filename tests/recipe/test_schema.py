@@ -159,7 +159,7 @@ SAME = [
     ("quantize", "{capability: 8.9, allow_random: yes}", True),
     (
         "quantize",
-        "{capability: [8.9, 12.0], smoothing: 0.5, ranges: r, exclude: '*/layer.0/*'}",
+        "{capability: [8.9, 12.0], smoothing: 0.5, exclude: '*/layer.0/*'}",
         True,
     ),
     ("quantize", "{smoothing: search, accuracy_budget: 0.5%, data: a.csv}", True),
