@@ -451,8 +451,8 @@ class PredictKeywords(TypedDict, total=False):
     """A text that is longer than any that validate has compared with PyTorch: predict it, and say
     so once in the log; or count it as a bad row."""
     workers: int
-    """Number of batches that run at the same time, on the CPU one thread each; 0 for one per core,
-    or one per Ray actor. On a GPU one batch runs at a time."""
+    """Number of batches that run at the same time, on the CPU one thread each; 0 for one per core.
+    On a GPU one batch runs at a time."""
     window: int
     """Number of rows that are sorted by length before they are cut into batches. 0 for 2048 texts,
     or two full batches of inputs that take longer: images, audio and prompts."""
@@ -468,15 +468,6 @@ class PredictKeywords(TypedDict, total=False):
     """Time after which a part with fewer rows is finished, in seconds."""
     fail_fast: bool
     """Stop at the first bad row."""
-    engine: Literal["local", "ray"]
-    """Where the model runs: in this process, or in actors of a Ray cluster."""
-    ray_address: str
-    """Address of a Ray cluster that this machine is a node of, `10.0.0.7:6379`; `auto` for the
-    cluster running here. Empty for `RAY_ADDRESS`, or a local Ray for this run if it is not set."""
-    ray_actors: int
-    """Maximum number of actors, each with its own model; 0 for as many as fit into the cluster."""
-    ray_gpus: float
-    """GPUs per actor: 0.5 puts two actors on one GPU."""
 
 
 class PublishKeywords(TypedDict, total=False):

@@ -2,7 +2,7 @@
 
 A window is up to `--window` consecutive rows; its texts are sorted by length and cut into batches.
 
-    with BatchPredictor(artifact, PredictConfig(), workers=2) as predictor:
+    with BatchPredictor(artifact, PredictConfig(workers=2)) as predictor:
         columns = predictor.columns(reader.schema, reader.names)
         predictor(window, columns).batch.schema.names  # ['id', 'text', 'embedding', 'error']
 
@@ -43,6 +43,7 @@ from enginery.predict.task_inputs import (
     row_message,
 )
 from enginery.predict.token_batches import InferencePool, WindowRunner
+from enginery.runtime.machine import usable_cores
 from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 from enginery.runtime.providers.known import CPU, CUDA
 from enginery.runtime.providers.specification import check_run_options
@@ -88,15 +89,12 @@ class SelectedRows:
 class BatchPredictor(Closeable):
     """A model that predicts windows of rows. A context manager; closing frees its session."""
 
-    def __init__(
-        self, artifact: Artifact, config: PredictConfig, *, workers: int, base: Path = Path()
-    ) -> None:
+    def __init__(self, artifact: Artifact, config: PredictConfig, *, base: Path = Path()) -> None:
         """Open the session.
 
         Args:
             artifact: a model for a task that `load_model` supports.
             config: the options.
-            workers: number of text batches that run at the same time on the CPU; on a GPU one does.
             base: folder that relative paths of images or audio start from.
 
         Raises:
@@ -106,6 +104,7 @@ class BatchPredictor(Closeable):
         """
         artifact.require_passed(allow_failed=config.allow_failed)
         self._config, self._base = config, base
+        workers = config.workers or usable_cores()
         self.task = require_task(artifact, config)
         self._names = column_names(self.task, config)
         # Each batch runs on one of our threads, so ONNX Runtime needs none of its own.

@@ -71,7 +71,7 @@ class PredictReport:
     providers: tuple[str, ...]
     notes: tuple[str, ...]
     start_seconds: float
-    """Time until the first batch ran, without imports; on Ray, until the first window returned."""
+    """Time until the first batch ran, without imports."""
     total_seconds: float
     """Time of this run, without the runs that it resumes."""
     peak_rss_bytes: int

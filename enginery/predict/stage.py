@@ -64,7 +64,6 @@ from enginery.predict.journal import (
     parts_directory,
     remove_parts,
 )
-from enginery.predict.ray.executor import RayPredictor
 from enginery.predict.report import Counts, PredictReport, sidecar
 from enginery.predict.task_inputs import (
     column_names,
@@ -75,7 +74,6 @@ from enginery.predict.task_inputs import (
 )
 from enginery.predict.tensors import NPZ, WrittenTensors, write_tensors
 from enginery.predict.writer import Assembly, output_format
-from enginery.runtime.machine import usable_cores
 from enginery.runtime.providers.specification import format_providers
 from enginery.runtime.tasks.task import PLURALS
 from enginery.runtime.tasks.two_towers import has_two_towers
@@ -202,7 +200,7 @@ def run(
                 # The session loads while the input is checked.
                 loader = opened.enter_context(ThreadPoolExecutor(1))
                 base = path if path.is_dir() else path.parent
-                loading = loader.submit(_open_predictor, artifact, config, base)
+                loading = loader.submit(BatchPredictor, artifact, config, base=base)
                 try:
                     columns = column_names(task, config)
                     reader = open_dataset(path, columns, options)
@@ -435,19 +433,11 @@ def find_finished(output: Path, key: Fingerprint, *, force: bool) -> PredictRepo
     return report
 
 
-def _open_predictor(
-    artifact: Artifact, config: PredictConfig, base: Path
-) -> BatchPredictor | RayPredictor:
-    if config.engine == "ray":
-        return RayPredictor(artifact, config, base=base)
-    return BatchPredictor(artifact, config, workers=config.workers or usable_cores(), base=base)
-
-
 def _check_input_kind(
     reader: DatasetReader,
     columns: tuple[str, ...],
     task: str,
-    predictor: BatchPredictor | RayPredictor,
+    predictor: BatchPredictor,
 ) -> None:
     """Raise InputError if the input is a folder or lines of text, but the model needs another."""
     plural = PLURALS[predictor.modality]
@@ -535,7 +525,7 @@ def input_file(source: str, output: Path, config: PredictConfig) -> Iterator[Pat
         yield path
 
 
-def _close_unused(loading: Future[BatchPredictor | RayPredictor]) -> None:
+def _close_unused(loading: Future[BatchPredictor]) -> None:
     """Close a predictor that is not needed; ignore its own error."""
     with suppress(EngineryError):
         loading.result().close()

@@ -269,7 +269,7 @@ def test_packages_that_are_not_installed_are_no_faults(report):
         PackageStatus("onnx", "1.0", ">=1.21", "export", fits=False),
         PackageStatus("torch", "", ">=2.9", "export", fits=False),
         PackageStatus("onnxruntime", "", ">=1.31", "cpu", False, "onnxruntime-gpu"),
-        PackageStatus("ray", "", ">=2.50", "ray", fits=False),
+        PackageStatus("oras", "", ">=0.2", "oci", fits=False),
         PackageStatus("sphinx", "", ">=8", "docs", fits=False),
         PackageStatus("furo", "", ">=2025", "docs", fits=False),
     )
@@ -279,7 +279,7 @@ def test_packages_that_are_not_installed_are_no_faults(report):
         ("onnx", "export", "no"),
         ("torch", "export", "not installed"),
         ("onnxruntime", "cpu", "not needed beside onnxruntime-gpu"),
-        ("extras without packages", "ray, docs", "not installed"),
+        ("extras without packages", "oci, docs", "not installed"),
     ]
 
 

@@ -54,7 +54,7 @@ def test_rows_that_nobody_waits_for_are_left_out(tiny, kind, task, tmp_path, mon
     image = tmp_path / "image.png"
     Image.new("RGB", (32, 32)).save(image)
     window = [str(image) if kind == "vit" else "The engine"] * 40
-    with BatchPredictor(tiny(kind, task), PredictConfig(batch_rows=1), workers=1) as predictor:
+    with BatchPredictor(tiny(kind, task), PredictConfig(batch_rows=1, workers=1)) as predictor:
         model = predictor._model
 
         def work(inputs):
@@ -205,7 +205,7 @@ def test_only_batches_of_images_get_a_session_for_lone_runs(tiny, monkeypatch, k
             super().__init__(artifact, options, **given)
 
     monkeypatch.setattr(batch_predictor, "OrtRunner", Noting)
-    batch_predictor.BatchPredictor(tiny(kind, task), PredictConfig(), workers=3).close()
+    batch_predictor.BatchPredictor(tiny(kind, task), PredictConfig(workers=3)).close()
     assert found == [threads]
 
 
@@ -358,9 +358,9 @@ def test_a_window_ends_midway(tiny, workers, is_interrupted):
 
 def test_the_share_is_shown_within_a_window(tiny, tmp_path):
     (tmp_path / "in.txt").write_text("the pump\n" * 40)
-    config = PredictConfig(batch_rows=4)
+    config = PredictConfig(batch_rows=4, workers=1)
     shares = []
-    with BatchPredictor(tiny("bert", "feature-extraction"), config, workers=1) as predictor:
+    with BatchPredictor(tiny("bert", "feature-extraction"), config) as predictor:
         reader = open_dataset(tmp_path / "in.txt", ("text",), input_options(config, keep="columns"))
         columns = predictor.columns(reader.schema, reader.names)
         (window,) = predictor.stream(reader, columns, skip=0, show=shares.append)
