@@ -122,11 +122,7 @@ class CudaOptions:
 
 @dataclass(frozen=True)
 class TensorrtOptions:
-    """Options of TensorrtExecutionProvider.
-
-    `engine.provider_options` returns options that cache an artifact's engines by content. An engine
-    of `enginery build` needs no options.
-    """
+    """Options of TensorrtExecutionProvider. An engine of `enginery build` needs none."""
 
     device_id: int = _integer(0, minimum=0)
     """Index of the visible GPU, from 0."""
