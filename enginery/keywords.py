@@ -174,30 +174,14 @@ class BuildKeywords(TypedDict, total=False):
     """Device memory that a layer may use besides its tensors, in bytes. The plan depends on it, so
     the default does not depend on the GPU. TensorRT's default without a GPU, 64 GiB, is more than
     its GPUs have."""
-    weight_streaming: bool
-    """Let the engine keep weights in host memory and copy them when they are used, for models
-    larger than the GPU's memory; slower."""
     optimization_level: int
     """0 to 5: how thoroughly TensorRT searches. 0 uses the first kernel that works."""
-    sparsity: bool
-    """Use sparse kernels for weights in the 2:4 pattern (two zeros in every four)."""
-    auxiliary_streams: int | Literal["auto"]
-    """Additional CUDA streams for layers that can run at the same time; more streams use more
-    memory. `auto`: TensorRT decides."""
     hardware_compatibility: Literal["none", "ampere-plus", "same-compute-capability"]
     """Other GPUs that the engine runs on; slower. `none`: the same GPU model. `ampere-plus`:
     compute capability 8.0 and newer. `same-compute-capability`: the same compute capability."""
-    version_compatible: bool
-    """Let newer versions of TensorRT run the engine; slower. Such an engine contains host code,
-    which the loader must allow (`engine_host_code_allowed`)."""
     tf32: bool
     """Compute FP32 matrix products and convolutions on tensor cores, with mantissas of 10 instead
     of 23 bits; sums are FP32."""
-    timing_cache: str
-    """File with the timings of kernels, which makes the next build faster. It is created if it is
-    missing, and extended by each build. Empty: no file."""
-    timing_cache_fixed: bool
-    """Do not extend the file. Its content then decides which kernels are used."""
     flavor: Literal["tensorrt-rtx", "tensorrt"]
     """TensorRT library. `tensorrt-rtx` builds ahead of time, without a GPU. `tensorrt`, version 10,
     builds on the GPU that runs the engine, and only for that one."""

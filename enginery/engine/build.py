@@ -180,7 +180,6 @@ def _build(
             capabilities=built.capabilities,
             gpu=GpuRecord(name=fields.get("gpu", ""), driver=fields.get("driver", "")),
             hardware_compatibility=config.hardware_compatibility,
-            version_compatible=config.version_compatible,
             profiles=built.profiles,
             graph=graph.file,
             graph_sha256=request.graph_sha256,

@@ -105,7 +105,6 @@ PATHS = (
     "input",
     "out",
     "ranges",
-    "timing_cache",
 )
 """Options that are paths, relative to the recipe's directory."""
 MODEL_OPTIONS = {"export": ("task", "revision"), "validate": ("reference",)}
