@@ -11,21 +11,6 @@ from enginery.core.table import Table, fact_rows
 
 
 @dataclass
-class WindowStats:
-    """Counts and times of one window."""
-
-    tokens: int = 0
-    """Number of tokens with special tokens, without padding."""
-    padded_tokens: int = 0
-    """Number of tokens with padding, including rows that only fill a batch."""
-    encode_seconds: float = 0.0
-    run_seconds: float = 0.0
-    """Sum over batches, which run concurrently."""
-    truncated: int = 0
-    """Number of predicted inputs that were truncated."""
-
-
-@dataclass(frozen=True)
 class Counts:
     """Totals of a window, a part or a run.
 
@@ -42,7 +27,7 @@ class Counts:
     tokens: int = 0
     """Number of tokens with special tokens, without padding."""
     padded_tokens: int = 0
-    """Number of tokens with padding."""
+    """Number of tokens with padding, including rows that only fill a batch."""
     encode_seconds: float = 0.0
     """Wall time of tokenizing, in seconds."""
     run_seconds: float = 0.0

@@ -224,7 +224,7 @@ def run(
                         scratch.path, kind, output_columns.schema, own_process=predictor.on_gpu
                     )
                 )
-                for part in journal.finished():
+                for part in journal.parts:
                     assembly.add(part)
                 if not journal.has_all_rows:
                     part_rows = config.part_rows or (
