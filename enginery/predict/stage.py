@@ -72,7 +72,7 @@ from enginery.predict.task_inputs import (
     require_task,
     window_rows,
 )
-from enginery.predict.tensors import NPZ, WrittenTensors, write_tensors
+from enginery.predict.tensors import NPZ, write_tensors
 from enginery.predict.writer import Assembly, output_format
 from enginery.runtime.providers.specification import format_providers
 from enginery.runtime.tasks.task import PLURALS
@@ -252,7 +252,6 @@ def run(
             report = PredictReport(
                 output=str(output),
                 task=artifact.manifest.task,
-                worked=True,
                 counts=journal.counts,
                 resumed_rows=resumed,
                 first_bad=journal.first_bad,
@@ -260,12 +259,8 @@ def run(
                 providers=providers,
                 notes=notes,
                 start_seconds=max(first_run - started, 0.0),
-                total_seconds=0.0,
-                peak_rss_bytes=0,
                 fingerprint=key.fields,
                 key=key.key,
-                size_bytes=0,
-                sha256="",
             )
             return _write_output(report, assembly, key, started)
 
@@ -327,7 +322,16 @@ def _run_tensors(
             return report
         with key.inputs.unchanged():
             tensors = write_tensors(artifact, source, scratch.path, config)
-        report = _tensors_report(artifact, output, tensors, key, started)
+        report = PredictReport(
+            output=str(output),
+            task=artifact.manifest.task,
+            counts=Counts(rows=tensors.rows, run_seconds=tensors.run_seconds),
+            providers=tensors.providers,
+            start_seconds=tensors.start_seconds,
+            fingerprint=key.fields,
+            key=key.key,
+        )
+        report = _complete(report, tensors.path, sha256_of(tensors.path), started)
         # First the report: without its output, the next run writes both again, and beside an
         # earlier output its digest is another.
         write_atomically(sidecar(output), json_bytes(report.as_json()))
@@ -335,26 +339,14 @@ def _run_tensors(
         return report
 
 
-def _tensors_report(
-    artifact: Artifact, output: Path, tensors: WrittenTensors, key: Fingerprint, started: float
-) -> PredictReport:
-    return PredictReport(
-        output=str(output),
-        task=artifact.manifest.task,
-        worked=True,
-        counts=Counts(rows=tensors.rows, run_seconds=tensors.run_seconds),
-        resumed_rows=0,
-        first_bad="",
-        workers=1,
-        providers=tensors.providers,
-        notes=(),
-        start_seconds=tensors.start_seconds,
+def _complete(report: PredictReport, path: Path, sha256: str, started: float) -> PredictReport:
+    """Return the report with the properties of the finished file and of this run."""
+    return replace(
+        report,
         total_seconds=time.perf_counter() - started,
         peak_rss_bytes=peak_rss_bytes(),
-        fingerprint=key.fields,
-        key=key.key,
-        size_bytes=tensors.path.stat().st_size,
-        sha256=sha256_of(tensors.path),
+        size_bytes=path.stat().st_size,
+        sha256=sha256,
     )
 
 
@@ -382,16 +374,10 @@ def _write_output(
     sidecar(output).unlink(missing_ok=True)
     sync(output.parent)
     assembly.deliver(output)
-    complete = replace(
-        report,
-        total_seconds=time.perf_counter() - started,
-        peak_rss_bytes=peak_rss_bytes(),
-        size_bytes=output.stat().st_size,
-        sha256=digest,
-    )
-    write_atomically(sidecar(output), json_bytes(complete.as_json()))
+    report = _complete(report, output, digest, started)
+    write_atomically(sidecar(output), json_bytes(report.as_json()))
     remove_parts(output)
-    return complete
+    return report
 
 
 def find_finished(output: Path, key: Fingerprint, *, force: bool) -> PredictReport | None:
