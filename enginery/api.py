@@ -252,12 +252,12 @@ def length_buckets(
         ArtifactError: the artifact or its tokenizer cannot be read.
         ShapeError: the graph takes no texts, or only texts of one length.
     """
-    from enginery.engine.profiles.lengths import BucketOptions, profiles_from_data
+    from enginery.engine.profiles.lengths import profiles_from_data
 
     artifact = _open(artifact)
-    options = BucketOptions(column=column, count=count)
-    graph = artifact.manifest.graphs[0]
-    return profiles_from_data(artifact, graph, Path(data).expanduser(), options)[1]
+    graph, path = artifact.manifest.graphs[0], Path(data).expanduser()
+    _, buckets = profiles_from_data(artifact, graph, path, column=column, count=count)
+    return buckets
 
 
 def write_report(artifact: Artifact | str | Path) -> Path:

@@ -79,15 +79,9 @@ class BuildKeywords(TypedDict, total=False):
     """The options of `build_engine`, see `BuildConfig`."""
 
     workspace_bytes: int
-    weight_streaming: bool
     optimization_level: int
-    sparsity: bool
-    auxiliary_streams: int | Literal["auto"]
     hardware_compatibility: Literal["none", "ampere-plus", "same-compute-capability"]
-    version_compatible: bool
     tf32: bool
-    timing_cache: str
-    timing_cache_fixed: bool
     flavor: Literal["tensorrt-rtx", "tensorrt"]
     capability: str
     profile: tuple[str, ...] | list[str]
@@ -205,10 +199,6 @@ class PredictKeywords(TypedDict, total=False):
     part_rows: int
     part_seconds: float
     fail_fast: bool
-    engine: Literal["local", "ray"]
-    ray_address: str
-    ray_actors: int
-    ray_gpus: float
 
 
 class PublishKeywords(TypedDict, total=False):

@@ -121,8 +121,7 @@ def _packages(stage: str, options: Any, *, is_onnx: bool) -> _Packages:
                 return _Packages((*graphs, *_PYTORCH), rows)
             return _Packages(graphs, rows, _PYTORCH, environment)
         case "predict", PredictConfig():
-            cluster = ("ray",) if options.engine == "ray" else ()
-            return _Packages((ONNXRUNTIME, *cluster), _ROWS)  # later: .npz has no rows
+            return _Packages((ONNXRUNTIME,), _ROWS)  # later: .npz has no rows
         case "lint", _:
             return _Packages(_GRAPHS)
         case "bench", _:

@@ -29,7 +29,6 @@ def command_lines(artifact, folder):
         "validate": ["validate", artifact],
         "lint": ["lint", artifact],
         "inspect": ["inspect", artifact, "--placement"],
-        "provider-options": ["provider-options", artifact, "--profile", "batch=1,sequence=8"],
         "doctor": ["doctor"],
         "bench": ["bench", artifact, "--batch", "1", "--sequence", "8", "--against", "pytorch"],
         "report": ["report", artifact],

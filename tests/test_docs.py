@@ -42,7 +42,6 @@ NOT_RUN = {
     r"--providers? cuda$|--providers? cuda |--require cuda": "needs an NVIDIA GPU",
     r"--providers openvino": "needs an environment with OpenVINO's ONNX Runtime",
     r"--backend tensorrt|--providers? tensorrt": "needs an NVIDIA GPU",
-    r"--engine ray": "needs a Ray: tests/predict/test_on_ray.py",
     r"mlflow:/": "needs an MLflow server: tests/publish/targets/test_mlflow.py",
     r"hf://": "needs the Hub: tests/publish/targets/test_hub.py",
     r"oci://": "needs a registry: tests/publish/targets/test_oci.py",

@@ -29,7 +29,6 @@ BARE = {
     "enginery validate": "gpu,export",
     "enginery lint": "export",
     "enginery inspect": "gpu",
-    "enginery provider-options": WORKS,
     "enginery doctor": WORKS,
     "enginery bench": "gpu",
     "enginery report": WORKS,

@@ -12,7 +12,6 @@ LONGER = {
     "cli: init": (11, OPTIONS),
     "cli: inspect": (8, OPTIONS),
     "cli: run": (12, OPTIONS),
-    "cli: show_provider_options": (7, OPTIONS),
     "cli: try_out": (10, OPTIONS),
     "runtime: load_model": (12, "its keywords are the documentation of the public function"),
 }

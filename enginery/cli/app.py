@@ -37,7 +37,6 @@ COMMANDS = {
     "validate": "validate",
     "lint": "lint",
     "inspect": "inspect",
-    "provider-options": "provider_options",
     "doctor": "doctor",
     "bench": "bench",
     "report": "bench",

@@ -13,7 +13,7 @@ COMMAND_GROUPS = {
     "Make": ("export", "optimize", "quantize", "build", "init", "run"),
     "Check and measure": ("validate", "lint", "bench", "report", "inspect", "doctor"),
     "Use": ("try", "predict", "serve"),
-    "Hand over": ("publish", "pull", "export-triton", "export-kserve", "provider-options"),
+    "Hand over": ("publish", "pull", "export-triton", "export-kserve"),
     "Store": ("store",),
 }
 
@@ -107,10 +107,6 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
     "export-kserve": (
         "enginery export-kserve build/minilm kserve --storage-uri s3://models/a --image IMAGE",
         "enginery export-kserve build/minilm kserve --storage-uri s3://models/a --runtime triton",
-    ),
-    "provider-options": (
-        "enginery provider-options build/minilm",
-        "enginery provider-options build/minilm --provider tensorrt-rtx",
     ),
     "store": (
         "enginery store list",

@@ -401,20 +401,17 @@ def enclosing_profile(profiles: Sequence[Profile]) -> Profile:
     return Profile(dims)
 
 
-def profile_shapes(
-    prefix: str, inputs: Iterable[TensorSpec], profiles: Sequence[Profile]
-) -> dict[str, str]:
-    """Return ONNX Runtime's options `…_profile_{min,opt,max}_shapes`; none without profiles.
+def profile_shapes(inputs: Iterable[TensorSpec], profiles: Sequence[Profile]) -> dict[str, str]:
+    """Return ONNX Runtime's options `trt_profile_{min,opt,max}_shapes`; none without profiles.
 
     Each further profile names the inputs again, as ParseProfileShapes of the providers expects.
     Inputs with a fixed shape are omitted.
 
     >>> inputs = [TensorSpec("x", "int64", ("batch", 8))]
-    >>> profile_shapes("trt", inputs, [Profile.parse("batch=1:2:4")])["trt_profile_max_shapes"]
+    >>> profile_shapes(inputs, [Profile.parse("batch=1:2:4")])["trt_profile_max_shapes"]
     'x:4x8'
 
     Args:
-        prefix: `trt` for the provider of classic TensorRT, `nv` for that of TensorRT for RTX.
         inputs: inputs of the graph.
         profiles: profiles with all its dynamic dims.
     """
@@ -427,7 +424,7 @@ def profile_shapes(
         for profile in profiles:
             sizes = {name: getattr(range_, end) for name, range_ in profile.dims.items()}
             parts += [f"{spec.name}:{'x'.join(map(str, spec.shape(sizes)))}" for spec in dynamic]
-        shapes[f"{prefix}_profile_{end}_shapes"] = ",".join(parts)
+        shapes[f"trt_profile_{end}_shapes"] = ",".join(parts)
     return shapes
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from enginery.core.errors import ProviderError
 from enginery.core.subprocess import describe_exit
 from enginery.runtime.providers import availability, gpus, libraries
-from enginery.runtime.providers.known import CPU, KNOWN_PROVIDERS, TENSORRT_RTX
+from enginery.runtime.providers.known import CPU, SHORT_NAMES, TENSORRT_RTX
 from enginery.runtime.tensorrt.library import tensorrt_version
 from enginery.runtime.tensorrt.options import RTX
 
@@ -142,7 +142,7 @@ def examine_machine() -> dict[str, Any]:
     major, minor = driver.cuda_version
     availability.preload_nvidia()
     cuda_gpus = () if driver.problem else gpus.gpus_from_driver(ctypes.CDLL(gpus.DRIVER))
-    unavailable = {row.name: availability.unavailable_reason(row.name) for row in KNOWN_PROVIDERS}
+    unavailable = {name: availability.unavailable_reason(name) for name in SHORT_NAMES.values()}
     return {
         "nvidia": {
             "driver": gpus.driver_version(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -13,11 +12,11 @@ from enginery.runtime.providers.known import (
     AZURE,
     CPU,
     NVIDIA,
+    OPENVINO,
     full_name,
-    known_provider,
+    provider_package,
     short_name,
 )
-from enginery.runtime.providers.options import is_typed, option_names
 
 Severity = Literal["error", "warning", "note"]
 
@@ -79,12 +78,7 @@ class ProviderStatus:
     @property
     def package(self) -> str:
         """Python package that provides it; empty if it needs a build from source."""
-        return known_provider(self.name).package
-
-    @property
-    def options(self) -> tuple[str, ...]:
-        """Names of its known options."""
-        return option_names(self.name)
+        return provider_package(self.name)
 
 
 @dataclass(frozen=True)
@@ -183,7 +177,6 @@ class DoctorReport:
             values["runs"] = status.runs
             values["short_name"] = short_name(status.name)
             values["package"] = status.package
-            values["options"] = list(status.options)
         return plain
 
     def tables(self) -> list[Table]:
@@ -241,34 +234,25 @@ def _fits(package: PackageStatus) -> str:
 
 def _provider_rows(providers: Sequence[ProviderStatus]) -> list[Row]:
     """Return a row for each provider that may be used here, and one for the number of others."""
-    usable = [status for status in providers if _is_for_this_machine(status)]
+    usable = [status for status in providers if _has_row(status)]
     rows = [_provider_row(status) for status in usable]
     if hidden := len(providers) - len(usable):
-        reason = "for other systems, or in no package; --json lists them"
-        rows.append((f"and {hidden} more", "not built in", NOTHING, NOTHING, reason))
-    columns = ("provider", "state", "package", "options", "reason")
+        reason = "in other builds of ONNX Runtime; --json lists them"
+        rows.append((f"and {hidden} more", "not built in", NOTHING, reason))
+    columns = ("provider", "state", "package", "reason")
     return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
-def _is_for_this_machine(status: ProviderStatus) -> bool:
-    """Return True if a provider is built in, or a package has it for this system."""
+def _has_row(status: ProviderStatus) -> bool:
+    """Return True if a provider is built in, or is one of those that have been tested."""
     if status.name == AZURE:  # calls an endpoint; runs no operations of a graph
         return status.runs
-    provider = known_provider(status.name)
-    installable = bool(provider.package) and not provider.wrong_platform(sys.platform)
-    return status.state != "not built in" or installable or status.name in (CPU, *NVIDIA)
+    return status.state != "not built in" or status.name in (CPU, OPENVINO, *NVIDIA)
 
 
 def _provider_row(status: ProviderStatus) -> tuple[str, ...]:
-    provider = known_provider(status.name)
-    options = f"{len(status.options)} {'checked' if is_typed(status.name) else 'known'}"
-    return (
-        f"{short_name(status.name)} ({provider.title})",
-        status.state,
-        status.package or "build from source",
-        options if status.options else NOTHING,
-        status.reason,
-    )
+    package = status.package or "build from source"
+    return short_name(status.name), status.state, package, status.reason
 
 
 def _machine_rows(version: str, machine: MachineStatus, exporter: str) -> list[Row]:

@@ -32,8 +32,8 @@ from enginery.runtime.providers.gpus import CudaGpu
 from enginery.runtime.providers.known import (
     CPU,
     CUDA,
-    KNOWN_PROVIDERS,
     NVIDIA,
+    SHORT_NAMES,
     TENSORRT,
     full_name,
     short_name,
@@ -60,13 +60,13 @@ def examine(config: DoctorConfig, *, progress: Progress = SILENT) -> DoctorRepor
     machine = examine_machine()
     exporter, exporter_findings = examine_exporter()
     packages, package_findings = examine_packages()
-    with progress.task("examining", total=1 + len(KNOWN_PROVIDERS)) as advance:
+    with progress.task("examining", total=1 + len(SHORT_NAMES)) as advance:
         nvidia, unavailable = _examine_gpus(config.timeout_seconds)
         advance()
         providers = []
-        for row in KNOWN_PROVIDERS:
-            status = unavailable.get(row.name) or _probe(row.name, config.timeout_seconds)
-            providers.append(ProviderStatus(row.name, **status))
+        for name in SHORT_NAMES.values():
+            status = unavailable.get(name) or _probe(name, config.timeout_seconds)
+            providers.append(ProviderStatus(name, **status))
             advance()
     findings = [
         *package_findings,

@@ -33,25 +33,9 @@ from enginery.engine.requests import EngineRequest, size_limits
 from enginery.runtime.tensorrt.build import BuildRequest
 from enginery.runtime.tensorrt.options import Flavor, get_flavor
 from enginery.runtime.tensorrt.process import build_plan, coverage
+from enginery.runtime.tensorrt.reports import Refusal
 
 LAYER_LIST = "layers.json"
-
-
-@dataclass(frozen=True)
-class RefusedNode:
-    """A node that TensorRT does not support, or would compute incorrectly."""
-
-    node: str
-    op_type: str
-    """Empty if the reason names it."""
-    reason: str
-    """Message of TensorRT or of `enginery lint`."""
-    remedy: str
-
-    def __str__(self) -> str:
-        op_type = f" ({self.op_type})" if self.op_type else ""
-        where = f"{self.node}{op_type}: " if self.node else ""
-        return f"{where}{self.reason}"
 
 
 @dataclass(frozen=True)
@@ -65,7 +49,7 @@ class GraphCoverage:
     """Number of nodes that TensorRT supports."""
     partitions: int
     """Number of subgraphs that TensorRT supports."""
-    refused: tuple[RefusedNode, ...]
+    refused: tuple[Refusal, ...]
 
     @property
     def complete(self) -> bool:
@@ -78,7 +62,7 @@ class GraphCoverage:
         Args:
             several: the artifact has other graphs, which can be built without this one.
         """
-        by_reason: dict[tuple[str, str], list[RefusedNode]] = {}
+        by_reason: dict[tuple[str, str], list[Refusal]] = {}
         for node in self.refused:
             by_reason.setdefault((node.op_type, node.reason), []).append(node)
         groups = [
@@ -112,11 +96,12 @@ def find_coverage(path: Path, name: str, flavor: Flavor) -> GraphCoverage:
 
     faults = lint_onnx(path, parser=False).errors
     if faults:
-        refused = tuple(RefusedNode(f.node, "", f.problem, f.remedy) for f in faults)
+        refused = tuple(Refusal(f.node, "", f.problem, f.remedy) for f in faults)
         return GraphCoverage(name, 0, 0, 0, refused)
     supported = coverage(path, flavor=flavor)
-    refused = tuple(RefusedNode(r.node, r.op_type, r.reason, r.remedy) for r in supported.refused)
-    return GraphCoverage(name, supported.total, supported.taken, supported.partitions, refused)
+    return GraphCoverage(
+        name, supported.total, supported.taken, supported.partitions, supported.refused
+    )
 
 
 def find_engine(request: EngineRequest) -> Engine | None:
@@ -180,7 +165,6 @@ def _build(
             capabilities=built.capabilities,
             gpu=GpuRecord(name=fields.get("gpu", ""), driver=fields.get("driver", "")),
             hardware_compatibility=config.hardware_compatibility,
-            version_compatible=config.version_compatible,
             profiles=built.profiles,
             graph=graph.file,
             graph_sha256=request.graph_sha256,

@@ -18,7 +18,7 @@ from enginery.core.store.store import ENGINES, Store
 from enginery.engine.config import BuildConfig, check_config
 from enginery.engine.profiles.buckets import LengthBuckets
 from enginery.engine.profiles.check import ProfileReport, check_profiles, read_profiles
-from enginery.engine.profiles.lengths import BucketOptions, profiles_from_data
+from enginery.engine.profiles.lengths import profiles_from_data
 from enginery.runtime.tensorrt.capabilities import resolve_capabilities
 from enginery.runtime.tensorrt.engine_key import key_fields
 from enginery.runtime.tensorrt.library import require_tensorrt
@@ -127,7 +127,9 @@ def _profiles(
             artifact,
             graphs[0],
             Path(config.data).expanduser(),
-            BucketOptions(column=config.column, count=config.count, batch=config.batch),
+            column=config.column,
+            count=config.count,
+            batch=config.batch,
         )
         return {graphs[0].file: text_profiles}, buckets
     shapes = (config.min_shapes, config.opt_shapes, config.max_shapes)

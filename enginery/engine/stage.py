@@ -45,7 +45,6 @@ from enginery.engine.config import BuildConfig
 from enginery.engine.report import make_report, save_length_figure
 from enginery.engine.requests import RequestedEngines, resolve_requests
 from enginery.reports.engines import BuildReport
-from enginery.runtime.tensorrt.engine_key import timing_cache_content
 from enginery.runtime.tensorrt.options import get_flavor
 
 STAGE = "build"
@@ -87,7 +86,7 @@ def fingerprint(source: Artifact, config: BuildConfig, requested: RequestedEngin
             "other engines": ", ".join(sorted(others)) or "none",
             **engines,
         },
-        option_fields(config, timing_cache=timing_cache_content(config.options)),
+        option_fields(config),
         runtime_version(),  # that of TensorRT is in the engines' keys
     )
 

@@ -2,7 +2,7 @@
 
 A window is up to `--window` consecutive rows; its texts are sorted by length and cut into batches.
 
-    with BatchPredictor(artifact, PredictConfig(), workers=2) as predictor:
+    with BatchPredictor(artifact, PredictConfig(workers=2)) as predictor:
         columns = predictor.columns(reader.schema, reader.names)
         predictor(window, columns).batch.schema.names  # ['id', 'text', 'embedding', 'error']
 
@@ -32,7 +32,7 @@ from enginery.core.errors import InputError
 from enginery.predict.columns import OutputColumns
 from enginery.predict.config import MAX_ROWS, PredictConfig
 from enginery.predict.generation import GenerationRunner, read_generation_options
-from enginery.predict.report import Counts, WindowStats
+from enginery.predict.report import Counts
 from enginery.predict.task_inputs import (
     are_usable_texts,
     column_names,
@@ -43,6 +43,7 @@ from enginery.predict.task_inputs import (
     row_message,
 )
 from enginery.predict.token_batches import InferencePool, WindowRunner
+from enginery.runtime.machine import usable_cores
 from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 from enginery.runtime.providers.known import CPU, CUDA
 from enginery.runtime.providers.specification import check_run_options
@@ -60,8 +61,6 @@ Result = TypeVar("Result")
 class PredictedBatch:
     """A window of rows with its predictions."""
 
-    first: int
-    """Index of the window's first row in the input, from 0."""
     batch: Any
     """`pyarrow.RecordBatch` with the kept columns, the prediction's columns, and `error`."""
     counts: Counts
@@ -88,15 +87,12 @@ class SelectedRows:
 class BatchPredictor(Closeable):
     """A model that predicts windows of rows. A context manager; closing frees its session."""
 
-    def __init__(
-        self, artifact: Artifact, config: PredictConfig, *, workers: int, base: Path = Path()
-    ) -> None:
+    def __init__(self, artifact: Artifact, config: PredictConfig, *, base: Path = Path()) -> None:
         """Open the session.
 
         Args:
             artifact: a model for a task that `load_model` supports.
             config: the options.
-            workers: number of text batches that run at the same time on the CPU; on a GPU one does.
             base: folder that relative paths of images or audio start from.
 
         Raises:
@@ -106,6 +102,7 @@ class BatchPredictor(Closeable):
         """
         artifact.require_passed(allow_failed=config.allow_failed)
         self._config, self._base = config, base
+        workers = config.workers or usable_cores()
         self.task = require_task(artifact, config)
         self._names = column_names(self.task, config)
         # Each batch runs on one of our threads, so ONNX Runtime needs none of its own.
@@ -307,7 +304,7 @@ class BatchPredictor(Closeable):
         self,
         selected: SelectedRows,
         columns: OutputColumns,
-        finish: Callable[[WindowStats], RowValues] | None = None,
+        finish: Callable[[Counts], RowValues] | None = None,
     ) -> PredictedBatch:
         """Predict the rows of a window.
 
@@ -316,17 +313,18 @@ class BatchPredictor(Closeable):
             columns: the columns of the output.
             finish: returns the results of rows that have run; None to run them.
         """
-        stats, batch, errors = WindowStats(), selected.batch, selected.errors
+        batch, errors = selected.batch, selected.errors
+        counts = Counts(rows=len(batch.values))
         finish = finish or partial(self._model, selected.inputs)
         rows = selected.rows
         results: RowValues = []
         if rows:
             try:
-                results = finish(stats)
+                results = finish(counts)
             except InputError as error:
                 # A bad row fails its whole batch; the other rows still get their predictions.
                 answers: dict[int, Any] = {}
-                self._bisect_failures(rows, selected.inputs, error, answers, errors, stats)
+                self._bisect_failures(rows, selected.inputs, error, answers, errors, counts)
                 rows, results = list(answers), list(answers.values())
         for row, finite in zip(rows, self._finite(results), strict=True):
             if not finite:
@@ -335,21 +333,11 @@ class BatchPredictor(Closeable):
             # Bad rows were left out before the run: put the results back into the window's order.
             by_row = dict(zip(rows, results, strict=True))
             results = [None if row in errors else by_row[row] for row in range(len(batch.values))]
-        first_bad_row = min(errors) if errors else None
-        counts = Counts(
-            rows=len(batch.values),
-            bad_rows=len(errors),
-            truncated=stats.truncated,
-            tokens=stats.tokens,
-            padded_tokens=stats.padded_tokens,
-            encode_seconds=stats.encode_seconds,
-            run_seconds=stats.run_seconds,
-        )
-        first_bad = (
-            None if first_bad_row is None else (batch.first + first_bad_row, errors[first_bad_row])
-        )
+        counts.bad_rows = len(errors)
+        bad_row = min(errors, default=None)
+        first_bad = None if bad_row is None else (batch.first + bad_row, errors[bad_row])
         return PredictedBatch(
-            batch.first, columns.batch(batch.kept, results, errors), counts, first_bad, batch.done
+            columns.batch(batch.kept, results, errors), counts, first_bad, batch.done
         )
 
     def _finite(self, results: RowValues) -> Iterable[bool]:
@@ -366,7 +354,7 @@ class BatchPredictor(Closeable):
         failure: InputError,
         answers: dict[int, Any],
         errors: dict[int, str],
-        stats: WindowStats,
+        counts: Counts,
     ) -> None:
         """Predict rows that failed together: bisect them until the bad ones are found.
 
@@ -379,7 +367,7 @@ class BatchPredictor(Closeable):
             failure: why they cannot be predicted together.
             answers: receives the results of good rows, by index.
             errors: receives the problems of bad rows, by index.
-            stats: receives counts and times.
+            counts: receives counts and times.
         """
         if len(rows) == 1:
             errors[rows[0]] = row_message(self.task, failure.message)
@@ -387,9 +375,9 @@ class BatchPredictor(Closeable):
         middle = len(rows) // 2
         for half in (slice(None, middle), slice(middle, None)):
             try:
-                results = self._model(inputs[half], stats)
+                results = self._model(inputs[half], counts)
             except InputError as error:
-                self._bisect_failures(rows[half], inputs[half], error, answers, errors, stats)
+                self._bisect_failures(rows[half], inputs[half], error, answers, errors, counts)
             else:
                 answers.update(zip(rows[half], results, strict=True))
 

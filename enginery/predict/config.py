@@ -17,7 +17,6 @@ WINDOW_TEXTS = 2048
 
 Activation = Literal["auto", "softmax", "sigmoid", "none"]
 Aggregation = Literal["none", "simple", "first", "average", "max"]
-Engine = Literal["local", "ray"]
 VectorKind = Literal["dense", "tokens", "sparse"]
 VectorDtype = Literal["float32", "float16", "int8", "binary", "ubinary"]
 
@@ -117,8 +116,8 @@ class PredictConfig:
     """A text that is longer than any that validate has compared with PyTorch: predict it, and say
     so once in the log; or count it as a bad row."""
     workers: int = not_in_key(0)
-    """Number of batches that run at the same time, on the CPU one thread each; 0 for one per core,
-    or one per Ray actor. On a GPU one batch runs at a time."""
+    """Number of batches that run at the same time, on the CPU one thread each; 0 for one per core.
+    On a GPU one batch runs at a time."""
     window: int = not_in_key(0)
     """Number of rows that are sorted by length before they are cut into batches. 0 for 2048 texts,
     or two full batches of inputs that take longer: images, audio and prompts."""
@@ -134,15 +133,6 @@ class PredictConfig:
     """Time after which a part with fewer rows is finished, in seconds."""
     fail_fast: bool = not_in_key(False)
     """Stop at the first bad row."""
-    engine: Engine = not_in_key("local")
-    """Where the model runs: in this process, or in actors of a Ray cluster."""
-    ray_address: str = not_in_key("")
-    """Address of a Ray cluster that this machine is a node of, `10.0.0.7:6379`; `auto` for the
-    cluster running here. Empty for `RAY_ADDRESS`, or a local Ray for this run if it is not set."""
-    ray_actors: int = not_in_key(0)
-    """Maximum number of actors, each with its own model; 0 for as many as fit into the cluster."""
-    ray_gpus: float = not_in_key(0.0)
-    """GPUs per actor: 0.5 puts two actors on one GPU."""
 
     def __post_init__(self) -> None:
         """Raise OptionError for an invalid value."""
@@ -156,8 +146,6 @@ class PredictConfig:
             "batch_tokens": 0,
             "batch_rows": 0,
             "part_rows": 0,
-            "ray_actors": 0,
-            "ray_gpus": 0,
         }
         for name, minimum in minimums.items():
             if getattr(self, name) < minimum:
@@ -178,13 +166,6 @@ class PredictConfig:
                 option="delimiter",
             )
         _require_encoding(self.encoding)
-        for name in ("ray_address", "ray_actors", "ray_gpus"):
-            if self.engine == "local" and getattr(self, name):
-                raise OptionError(
-                    f"option '{name}' is {getattr(self, name)}, but option 'engine' is local.",
-                    do=f"Add --engine ray, or leave out --{name.replace('_', '-')}.",
-                    option=name,
-                )
 
 
 def _require_encoding(name: str) -> None:

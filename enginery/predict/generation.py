@@ -1,7 +1,7 @@
 """Generate a text for each row of a window.
 
 runner = GenerationRunner(generator, options, batch_rows=8)
-runner(["The engine"], WindowStats())[0][0].text
+runner(["The engine"], Counts())[0][0].text
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from enginery.core.closing import Closeable
 from enginery.core.errors import InputError, OptionError
 from enginery.core.options import read_assignments
 from enginery.predict.config import PredictConfig
-from enginery.predict.report import WindowStats
+from enginery.predict.report import Counts
 from enginery.runtime.tasks.generate import GenerateOptions, Generation
 from enginery.runtime.tasks.task import ModelInputs
 from enginery.runtime.tasks.text_generator import TextGenerator
@@ -56,7 +56,7 @@ class GenerationRunner(Closeable):
         self.stopped = threading.Event()
         """Is set when nobody waits for a window any more."""
 
-    def __call__(self, inputs: Sequence[Any], stats: WindowStats) -> list[list[Generation]]:
+    def __call__(self, inputs: Sequence[Any], counts: Counts) -> list[list[Generation]]:
         """Return the results of each input; rows of similar length run together.
 
         Raises:
@@ -74,7 +74,7 @@ class GenerationRunner(Closeable):
         texts = self.task.postprocess(ModelInputs([]), outputs, self._options)
         for index, generations in zip(order, texts, strict=True):
             results[index] = generations
-            stats.tokens += sum(len(generation.tokens) for generation in generations)
+            counts.tokens += sum(len(generation.tokens) for generation in generations)
         return results
 
     def close(self) -> None:

@@ -143,8 +143,10 @@ class Journal:
 
     def __init__(self, directory: Path, inputs: InputFiles) -> None:
         self.directory = directory
-        self.parts: list[Counts] = []
-        """Counts of each finished part."""
+        self.parts: list[FinishedPart] = []
+        """The finished parts, in order."""
+        self.counts = Counts()
+        """Totals of all finished parts."""
         self.has_all_rows = False
         """True if the parts have all rows and only need to be assembled."""
         self.first_bad = ""
@@ -152,7 +154,6 @@ class Journal:
         self.notes: list[str] = []
         """What the user should know about the parts of an earlier run."""
         self._inputs = inputs
-        self._finished: list[FinishedPart] = []
         self._digest = ""
         """Digest of the last line."""
 
@@ -198,15 +199,6 @@ class Journal:
             raise InputError(f"output '{output}' cannot be written: {error.strerror}.") from error
         return journal
 
-    @property
-    def counts(self) -> Counts:
-        """Totals of all finished parts."""
-        return sum(self.parts, Counts())
-
-    def finished(self) -> list[FinishedPart]:
-        """Return all finished parts, in order."""
-        return list(self._finished)
-
     def _resume(self, lines: list[_Line]) -> None:
         """Take the parts of the lines, and cut the journal after its last valid line."""
         valid = lines[0]
@@ -235,8 +227,8 @@ class Journal:
         )
 
     def _add(self, part: FinishedPart, counts: Counts, first_bad: str) -> None:
-        self.parts.append(counts)
-        self._finished.append(part)
+        self.parts.append(part)
+        self.counts += counts
         self.first_bad = self.first_bad or first_bad
 
     def write_parts(

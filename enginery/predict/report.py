@@ -11,21 +11,6 @@ from enginery.core.table import Table, fact_rows
 
 
 @dataclass
-class WindowStats:
-    """Counts and times of one window."""
-
-    tokens: int = 0
-    """Number of tokens with special tokens, without padding."""
-    padded_tokens: int = 0
-    """Number of tokens with padding, including rows that only fill a batch."""
-    encode_seconds: float = 0.0
-    run_seconds: float = 0.0
-    """Sum over batches, which run concurrently."""
-    truncated: int = 0
-    """Number of predicted inputs that were truncated."""
-
-
-@dataclass(frozen=True)
 class Counts:
     """Totals of a window, a part or a run.
 
@@ -42,7 +27,7 @@ class Counts:
     tokens: int = 0
     """Number of tokens with special tokens, without padding."""
     padded_tokens: int = 0
-    """Number of tokens with padding."""
+    """Number of tokens with padding, including rows that only fill a batch."""
     encode_seconds: float = 0.0
     """Wall time of tokenizing, in seconds."""
     run_seconds: float = 0.0
@@ -53,32 +38,32 @@ class Counts:
         return Counts(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PredictReport:
     """Report of a run, including the interrupted runs that it resumed."""
 
     output: str
     """Path of the output."""
     task: str
-    worked: bool
+    worked: bool = True
     """False if the output was up to date, so that nothing ran."""
     counts: Counts
-    resumed_rows: int
+    resumed_rows: int = 0
     """Number of rows that an earlier run had finished."""
-    first_bad: str
+    first_bad: str = ""
     """The first bad row and its problem; empty if there is none."""
-    workers: int
+    workers: int = 1
     providers: tuple[str, ...]
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
     start_seconds: float
-    """Time until the first batch ran, without imports; on Ray, until the first window returned."""
-    total_seconds: float
-    """Time of this run, without the runs that it resumes."""
-    peak_rss_bytes: int
+    """Time until the first batch ran, without imports."""
+    total_seconds: float = 0.0
+    """Time of this run, without the runs that it resumes; 0 until the output is complete."""
+    peak_rss_bytes: int = 0
     """Peak memory of this process."""
-    size_bytes: int
+    size_bytes: int = 0
     """Size of the output."""
-    sha256: str
+    sha256: str = ""
     """Digest of the output, with which the next run finds out if it was changed."""
     fingerprint: dict[str, str]
     key: str
@@ -107,8 +92,6 @@ class PredictReport:
         """Return the report as JSON values."""
         return {
             **asdict(self),
-            "providers": list(self.providers),
-            "notes": list(self.notes),
             "inference_seconds": self.inference_seconds,
             "rows_per_second": self.rows_per_second,
             "padding_ratio": self.padding_ratio,

@@ -64,7 +64,6 @@ from enginery.predict.journal import (
     parts_directory,
     remove_parts,
 )
-from enginery.predict.ray.executor import RayPredictor
 from enginery.predict.report import Counts, PredictReport, sidecar
 from enginery.predict.task_inputs import (
     column_names,
@@ -73,9 +72,8 @@ from enginery.predict.task_inputs import (
     require_task,
     window_rows,
 )
-from enginery.predict.tensors import NPZ, WrittenTensors, write_tensors
+from enginery.predict.tensors import NPZ, write_tensors
 from enginery.predict.writer import Assembly, output_format
-from enginery.runtime.machine import usable_cores
 from enginery.runtime.providers.specification import format_providers
 from enginery.runtime.tasks.task import PLURALS
 from enginery.runtime.tasks.two_towers import has_two_towers
@@ -202,7 +200,7 @@ def run(
                 # The session loads while the input is checked.
                 loader = opened.enter_context(ThreadPoolExecutor(1))
                 base = path if path.is_dir() else path.parent
-                loading = loader.submit(_open_predictor, artifact, config, base)
+                loading = loader.submit(BatchPredictor, artifact, config, base=base)
                 try:
                     columns = column_names(task, config)
                     reader = open_dataset(path, columns, options)
@@ -226,7 +224,7 @@ def run(
                         scratch.path, kind, output_columns.schema, own_process=predictor.on_gpu
                     )
                 )
-                for part in journal.finished():
+                for part in journal.parts:
                     assembly.add(part)
                 if not journal.has_all_rows:
                     part_rows = config.part_rows or (
@@ -254,7 +252,6 @@ def run(
             report = PredictReport(
                 output=str(output),
                 task=artifact.manifest.task,
-                worked=True,
                 counts=journal.counts,
                 resumed_rows=resumed,
                 first_bad=journal.first_bad,
@@ -262,12 +259,8 @@ def run(
                 providers=providers,
                 notes=notes,
                 start_seconds=max(first_run - started, 0.0),
-                total_seconds=0.0,
-                peak_rss_bytes=0,
                 fingerprint=key.fields,
                 key=key.key,
-                size_bytes=0,
-                sha256="",
             )
             return _write_output(report, assembly, key, started)
 
@@ -329,7 +322,16 @@ def _run_tensors(
             return report
         with key.inputs.unchanged():
             tensors = write_tensors(artifact, source, scratch.path, config)
-        report = _tensors_report(artifact, output, tensors, key, started)
+        report = PredictReport(
+            output=str(output),
+            task=artifact.manifest.task,
+            counts=Counts(rows=tensors.rows, run_seconds=tensors.run_seconds),
+            providers=tensors.providers,
+            start_seconds=tensors.start_seconds,
+            fingerprint=key.fields,
+            key=key.key,
+        )
+        report = _complete(report, tensors.path, sha256_of(tensors.path), started)
         # First the report: without its output, the next run writes both again, and beside an
         # earlier output its digest is another.
         write_atomically(sidecar(output), json_bytes(report.as_json()))
@@ -337,26 +339,14 @@ def _run_tensors(
         return report
 
 
-def _tensors_report(
-    artifact: Artifact, output: Path, tensors: WrittenTensors, key: Fingerprint, started: float
-) -> PredictReport:
-    return PredictReport(
-        output=str(output),
-        task=artifact.manifest.task,
-        worked=True,
-        counts=Counts(rows=tensors.rows, run_seconds=tensors.run_seconds),
-        resumed_rows=0,
-        first_bad="",
-        workers=1,
-        providers=tensors.providers,
-        notes=(),
-        start_seconds=tensors.start_seconds,
+def _complete(report: PredictReport, path: Path, sha256: str, started: float) -> PredictReport:
+    """Return the report with the properties of the finished file and of this run."""
+    return replace(
+        report,
         total_seconds=time.perf_counter() - started,
         peak_rss_bytes=peak_rss_bytes(),
-        fingerprint=key.fields,
-        key=key.key,
-        size_bytes=tensors.path.stat().st_size,
-        sha256=sha256_of(tensors.path),
+        size_bytes=path.stat().st_size,
+        sha256=sha256,
     )
 
 
@@ -384,16 +374,10 @@ def _write_output(
     sidecar(output).unlink(missing_ok=True)
     sync(output.parent)
     assembly.deliver(output)
-    complete = replace(
-        report,
-        total_seconds=time.perf_counter() - started,
-        peak_rss_bytes=peak_rss_bytes(),
-        size_bytes=output.stat().st_size,
-        sha256=digest,
-    )
-    write_atomically(sidecar(output), json_bytes(complete.as_json()))
+    report = _complete(report, output, digest, started)
+    write_atomically(sidecar(output), json_bytes(report.as_json()))
     remove_parts(output)
-    return complete
+    return report
 
 
 def find_finished(output: Path, key: Fingerprint, *, force: bool) -> PredictReport | None:
@@ -435,19 +419,11 @@ def find_finished(output: Path, key: Fingerprint, *, force: bool) -> PredictRepo
     return report
 
 
-def _open_predictor(
-    artifact: Artifact, config: PredictConfig, base: Path
-) -> BatchPredictor | RayPredictor:
-    if config.engine == "ray":
-        return RayPredictor(artifact, config, base=base)
-    return BatchPredictor(artifact, config, workers=config.workers or usable_cores(), base=base)
-
-
 def _check_input_kind(
     reader: DatasetReader,
     columns: tuple[str, ...],
     task: str,
-    predictor: BatchPredictor | RayPredictor,
+    predictor: BatchPredictor,
 ) -> None:
     """Raise InputError if the input is a folder or lines of text, but the model needs another."""
     plural = PLURALS[predictor.modality]
@@ -535,7 +511,7 @@ def input_file(source: str, output: Path, config: PredictConfig) -> Iterator[Pat
         yield path
 
 
-def _close_unused(loading: Future[BatchPredictor | RayPredictor]) -> None:
+def _close_unused(loading: Future[BatchPredictor]) -> None:
     """Close a predictor that is not needed; ignore its own error."""
     with suppress(EngineryError):
         loading.result().close()

@@ -36,24 +36,8 @@ _COLUMNS = {
     "context": "context_column",
 }
 """Input of a task -> option with the name of its column."""
-_TASK_OPTIONS = {
-    "top_k": "top_k",
-    "activation": "activation",
-    "aggregation": "aggregation",
-    "candidate_labels": "candidate_labels",
-    "hypothesis_template": "hypothesis_template",
-    "multi_label": "multi_label",
-    "threshold": "threshold",
-    "subtask": "subtask",
-    "dimensions": "dimensions",
-    "dtype": "dtype",
-    "prompt_name": "prompt_name",
-    "max_tokens": "max_answer_tokens",
-    "allow_none": "allow_no_answer",
-    "return_timestamps": "return_timestamps",
-    "chunk_length_s": "chunk_length_s",
-}
-"""Option of a task -> option of predict."""
+_OTHER_NAMES = {"max_tokens": "max_answer_tokens", "allow_none": "allow_no_answer"}
+"""Option of a task -> option of predict, where their names differ."""
 
 
 def require_task(artifact: Artifact, config: PredictConfig) -> type[Task]:
@@ -153,9 +137,9 @@ def read_options(task: type[Task], config: PredictConfig) -> TaskOptions:
                 option=option,
             )
     values = {
-        name: getattr(config, option)
-        for name, option in _TASK_OPTIONS.items()
-        if name in task.Options.model_fields
+        name: getattr(config, _option_name(name))
+        for name in task.Options.model_fields
+        if hasattr(config, _option_name(name))  # predict does not have all of them
     }
     # Options of a task have the types of JSON, and null for all dimensions and the model's labels.
     values = {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
@@ -168,9 +152,14 @@ def read_options(task: type[Task], config: PredictConfig) -> TaskOptions:
     try:
         return task.Options.read(values)
     except TaskOptionError as error:
-        option = _TASK_OPTIONS[error.field]
+        option = _option_name(error.field)
         message = error.message.replace(error.field, option, 1)
         raise OptionError(message, option=option) from error
+
+
+def _option_name(name: str) -> str:
+    """Return predict's name of an option of a task."""
+    return _OTHER_NAMES.get(name, name)
 
 
 def provider_specs(config: PredictConfig) -> tuple[ProviderSpec, ...]:

@@ -1,8 +1,8 @@
 """Run the inputs of windows in batches with a token budget, several batches at a time.
 
     model = WindowRunner.open(Embed, artifact, runner, InferencePool(workers=2), PredictConfig())
-    stats = WindowStats()
-    model(["The engine is warm."], stats)[0].shape, stats.tokens  # (384,), 7
+    counts = Counts()
+    model(["The engine is warm."], counts)[0].shape, counts.tokens  # (384,), 7
 
 All batches share one session, so that its weights are in memory once. On the CPU each batch runs on
 a thread of our pool, not on ONNX Runtime's threads: those wait for work in busy loops, and several
@@ -30,7 +30,7 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.closing import Closeable
 from enginery.core.errors import OptionError
 from enginery.predict.config import MAX_ROWS, MAX_TOKENS, PredictConfig
-from enginery.predict.report import WindowStats
+from enginery.predict.report import Counts
 from enginery.predict.task_inputs import read_options
 from enginery.predict.tokenizer_watchdog import TokenizerWatchdog
 from enginery.runtime.onnxruntime.runner import OrtRunner
@@ -189,8 +189,8 @@ class WindowRunner:
             max_tokens=config.batch_tokens or (MAX_TOKENS if on_cpu else GPU_MAX_TOKENS),
         )
 
-    def __call__(self, inputs: Sequence[Any], stats: WindowStats) -> RowValues:
-        """Return the task's result for each input, and add counts and times to `stats`.
+    def __call__(self, inputs: Sequence[Any], counts: Counts) -> RowValues:
+        """Return the task's result for each input, and add counts and times to `counts`.
 
         Raises:
             InputError: an input cannot be used, or the graph rejects the rows.
@@ -211,11 +211,11 @@ class WindowRunner:
             results = self.batches.answer_stream(rows, self.options, work)
             if self.stopped.is_set():
                 raise CancelledError
-            stats.truncated += truncated
+            counts.truncated += truncated
             return results
         stream = self._stream()
         (window,) = stream.run(stream.prepare([Window(inputs, None)]))
-        return self.finish(window, stats)
+        return self.finish(window, counts)
 
     def run_windows(
         self,
@@ -245,21 +245,21 @@ class WindowRunner:
         with closing(collected), nullcontext() if self._on_cpu else SWITCH_INTERVAL.lowered():
             yield from collected
 
-    def finish(self, window: Window[Any], stats: WindowStats) -> RowValues:
-        """Return the task's result for each input of a window, and add its counts to `stats`.
+    def finish(self, window: Window[Any], counts: Counts) -> RowValues:
+        """Return the task's result for each input of a window, and add its counts to `counts`.
 
         Raises:
             InputError: the window's `error`.
         """
         rows = window.work.rows
-        stats.encode_seconds += window.preprocess_seconds
+        counts.encode_seconds += window.preprocess_seconds
         if window.error is not None:
             raise window.error
         results = self.task.postprocess(window.work, window.outputs(), self.options)
-        stats.tokens += sum([row.tokens for row in rows])
-        stats.truncated += sum([row.truncated for row in rows])
-        stats.padded_tokens += window.padded_tokens
-        stats.run_seconds += window.run_seconds
+        counts.tokens += sum([row.tokens for row in rows])
+        counts.truncated += sum([row.truncated for row in rows])
+        counts.padded_tokens += window.padded_tokens
+        counts.run_seconds += window.run_seconds
         return results
 
     def close(self) -> None:

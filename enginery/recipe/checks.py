@@ -230,13 +230,6 @@ def _check_build(options: engine.BuildConfig, facts: _Facts) -> None:
         require_tensorrt("Building an engine", flavor)
     with _about("capability"):
         resolve_capabilities(flavor, options.capability)
-    if options.timing_cache_fixed and not Path(options.timing_cache).is_file():
-        raise OptionError(
-            f"option 'timing_cache' names '{options.timing_cache}', which is not there, and "
-            "timing_cache_fixed leaves it as it is.",
-            do="Build once without timing_cache_fixed.",
-            option="timing_cache",
-        )
 
 
 def _check_bench(options: BenchStage, facts: _Facts) -> None:

@@ -346,7 +346,6 @@ def _convert_providers(stage: str, value: Any, base: Path) -> str:
             location = (stage, "providers")
         return format_providers(parse_providers(value))
     except EngineryError as error:
-        error.do = error.do or "See: enginery provider-options"
         raise _wrap_error(error, *location) from error
 
 

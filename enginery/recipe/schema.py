@@ -23,13 +23,8 @@ from pydantic_core import core_schema
 
 from enginery.recipe.model import RecipeFile
 from enginery.recipe.steps import ARTIFACT_STAGES, STAGES
-from enginery.runtime.providers.known import CPU, CUDA, SHORT_NAMES, TENSORRT, TENSORRT_RTX
-from enginery.runtime.providers.options import (
-    CpuOptions,
-    CudaOptions,
-    TensorrtOptions,
-    TensorrtRtxOptions,
-)
+from enginery.runtime.providers.known import SHORT_NAMES
+from enginery.runtime.providers.options import CHECKED_OPTIONS, OptionKind
 
 Schema = dict[str, Any]
 
@@ -37,12 +32,6 @@ DRAFT = "http://json-schema.org/draft-07/schema#"
 """The newest draft that yaml-language-server, which most editors run, supports (its README). This
 draft ignores keywords next to `$ref`, so only descriptions and defaults may be there."""
 
-_TYPED: dict[str, type] = {
-    CPU: CpuOptions,
-    CUDA: CudaOptions,
-    TENSORRT: TensorrtOptions,
-    TENSORRT_RTX: TensorrtRtxOptions,
-}
 _BASES = dict.fromkeys(base for options in STAGES.values() for base in options.__mro__[1:-1])
 """The base classes of the options. pydantic reads docstrings of a class, not of its bases."""
 
@@ -53,9 +42,6 @@ _NUMBERS = r"^[+-]?([0-9][0-9_]*\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 
 class _RecipeJsonSchema(GenerateJsonSchema):
     """Allow what recipes take beyond the types: quoted numbers, variables, one text for a list."""
-
-    _of_provider = False
-    """True in a provider's options, where a number may be a size: 2 GiB."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:  # noqa: ARG002  pydantic's signature
         return False
@@ -70,8 +56,6 @@ class _RecipeJsonSchema(GenerateJsonSchema):
         return self._or_quoted("boolean", _BOOLEANS)
 
     def int_schema(self, schema: core_schema.IntSchema) -> Schema:  # noqa: ARG002
-        if self._of_provider:
-            return self._defined("size", {"type": ["integer", "string"]})
         return self._or_quoted("integer", r"^[+-]?[0-9][0-9_]*(\.0+)?$")
 
     def float_schema(self, schema: core_schema.FloatSchema) -> Schema:  # noqa: ARG002
@@ -88,9 +72,7 @@ class _RecipeJsonSchema(GenerateJsonSchema):
         return self._defined(f"{item_schema['type']}_list", several)
 
     def dataclass_schema(self, schema: core_schema.DataclassSchema) -> Schema:
-        self._of_provider = schema["cls"] in _TYPED.values()
         json_schema = super().dataclass_schema(schema)
-        self._of_provider = False
         del json_schema["title"]
         if not json_schema.get("required"):
             # A key without a value is null in YAML, and stands for the defaults.
@@ -111,7 +93,7 @@ class _RecipeJsonSchema(GenerateJsonSchema):
 
 def recipe_schema() -> Schema:
     """Return the schema of a recipe, in draft 7 of JSON Schema."""
-    classes = (RecipeFile, *STAGES.values(), *_TYPED.values(), *_BASES)
+    classes = (RecipeFile, *STAGES.values(), *_BASES)
     fields: dict[str, Any] = {
         option_class.__name__: (option_class, ...) for option_class in classes
     }
@@ -183,11 +165,18 @@ def _steps(definitions: Schema, *names: str) -> Schema:
 def _providers() -> Schema:
     """Describe providers as text, as a list, or as a mapping with their options."""
     by_name: Schema = {}
+    checked: Schema = {}
     for short, full in SHORT_NAMES.items():
-        text = {"$ref": "#/$defs/text"}
-        options: Schema = {"type": ["object", "null"], "additionalProperties": text}
-        if full in _TYPED:
-            options = {"$ref": f"#/$defs/{_TYPED[full].__name__}"}
+        options: Schema = {
+            "type": ["object", "null"],
+            "additionalProperties": {"$ref": "#/$defs/text"},
+        }
+        if kinds := CHECKED_OPTIONS.get(full):
+            checked[full] = options | {
+                "additionalProperties": False,
+                "properties": {name: _provider_option(kind) for name, kind in kinds.items()},
+            }
+            options = {"$ref": f"#/$defs/{full}"}
         by_name[short] = by_name[full] = options
     mapping = {
         "type": "object",
@@ -197,9 +186,21 @@ def _providers() -> Schema:
     }
     item = {"anyOf": [{"type": "string", "examples": [*SHORT_NAMES]}, {"$ref": "#/$defs/provider"}]}
     return {
+        **checked,
         "provider": mapping,
         "providers": {"anyOf": [*item["anyOf"], {"type": "array", "items": item}]},
     }
+
+
+def _provider_option(kind: OptionKind) -> Schema:
+    """Describe the values of an option of a provider."""
+    if isinstance(kind, tuple):
+        return {"anyOf": [{"enum": list(kind)}, {"$ref": "#/$defs/variable"}]}
+    if kind is bool:
+        return {"$ref": "#/$defs/boolean"}
+    if kind is str:
+        return {"$ref": "#/$defs/text"}
+    return {"type": ["integer", "string"]}  # a number may be a size: 2 GiB
 
 
 if __name__ == "__main__":

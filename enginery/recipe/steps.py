@@ -98,14 +98,7 @@ STAGES: dict[str, type] = {
 ARTIFACT_STAGES = ("export", "optimize", "quantize", "build")
 """The stages that make an artifact. In a recipe each takes `out`, where a copy of it goes."""
 
-PATHS = (
-    "cache_dir",
-    "data",
-    "images",
-    "input",
-    "out",
-    "timing_cache",
-)
+PATHS = ("cache_dir", "data", "images", "input", "out")
 """Options that are paths, relative to the recipe's directory."""
 MODEL_OPTIONS = {"export": ("task", "revision"), "validate": ("reference",)}
 """Options that depend on the model; with another model they have their defaults."""

@@ -64,7 +64,6 @@ COMMANDS = {
     ("init",): None,
     ("run",): None,
     ("inspect",): None,
-    ("provider-options",): None,
     ("store",): None,
     ("store", "list"): None,
     ("store", "prune"): None,
@@ -274,7 +273,6 @@ def test_unknown_command_names_the_nearest(cli):
         ("publish", "no-such-directory", "registry", "--alias", "a/b"),
         ("pull", "mlfow:/name", "out"),
         ("pull", "no-such-registry", "out"),
-        ("provider-options", "no-such-directory"),
         ("doctor", "--require", "cud"),
         ("store", "list", "surplus"),
         ("store", "prune"),
@@ -585,25 +583,6 @@ def test_store_lists_engines_and_prunes_them_with_the_artifacts(
     assert {entry["kind"] for entry in said["removed"]} == {"artifact", "engine"}
     assert said["freed_bytes"] == before
     assert Store().size_bytes() == 0
-
-
-def test_provider_options_are_python_or_json_with_the_profiles_of_the_engines(cli, engine_words):
-    made, words = engine_words
-    cli(*words, "--out", made)
-    status, out, _ = cli("provider-options", made, "--provider", "tensorrt-rtx")
-    assert status == 0
-    scope = {}
-    exec(out, scope)
-    ((name, options),) = scope["providers"]
-    assert name == "NvTensorRTRTXExecutionProvider"
-    assert options["nv_profile_max_shapes"] == "x:8x64"
-    said = json.loads(cli("provider-options", made, "--provider", "tensorrt-rtx", "--json")[1])
-    assert said == {"provider": name, "provider_options": options}
-    classic = cli("provider-options", made, "--profile", "batch=1:2:3", "--json")[1]
-    assert json.loads(classic)["provider_options"]["trt_profile_opt_shapes"] == "x:2x64"
-    status, _, err = cli("provider-options", made, "--provider", "cuda")
-    assert status == 2
-    assert "builds no engines" in err
 
 
 def test_build_without_a_gpu_says_which_capabilities_there_are(cli, engine_words, monkeypatch):

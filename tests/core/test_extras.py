@@ -50,7 +50,7 @@ def run_as(module, code):
         (["pyarrow", "orjson"], "", "pip install 'enginery[data]'"),
         (["torch", "pyarrow"], "", "pip install 'enginery[export]'"),
         (["mlflow"], "", "pip install 'enginery[mlflow]'"),
-        (["soundfile", "ray", "matplotlib"], "", "pip install 'enginery[audio,ray,report]'"),
+        (["soundfile", "oras", "matplotlib"], "", "pip install 'enginery[audio,oci,report]'"),
         (["opentelemetry.sdk.trace"], "", "pip install 'enginery[otel]'"),
         (["optimum.exporters.onnx"], "", "pip install 'enginery[export]'"),
         (

@@ -125,7 +125,6 @@ def test_two_fine_tunes_of_one_file_name_never_share_an_engine(tmp_path):
         ({"capability": "8.0"}, "capabilities: 8.9 → 8.0"),
         ({"capability": "8.0,8.9"}, "capabilities: 8.9 → 8.0,8.9"),
         ({"capability": "portable"}, "capabilities: 8.9 → portable"),
-        ({"weight_streaming": True}, "weight_streaming: false → true"),
         ({"workspace_bytes": 1 << 30}, "workspace_bytes: 8589934592 → 1073741824"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -13,7 +13,7 @@ from enginery.core.datasets.reader import open_dataset
 from enginery.core.errors import OptionError
 from enginery.predict.batch_predictor import BatchPredictor, map_in_order
 from enginery.predict.config import PredictConfig
-from enginery.predict.report import WindowStats
+from enginery.predict.report import Counts
 from enginery.predict.stage import input_options
 from enginery.predict.task_inputs import require_task, window_rows
 from enginery.predict.writer import _json
@@ -54,12 +54,12 @@ def test_rows_that_nobody_waits_for_are_left_out(tiny, kind, task, tmp_path, mon
     image = tmp_path / "image.png"
     Image.new("RGB", (32, 32)).save(image)
     window = [str(image) if kind == "vit" else "The engine"] * 40
-    with BatchPredictor(tiny(kind, task), PredictConfig(batch_rows=1), workers=1) as predictor:
+    with BatchPredictor(tiny(kind, task), PredictConfig(batch_rows=1, workers=1)) as predictor:
         model = predictor._model
 
         def work(inputs):
             running.set()
-            return model(inputs, WindowStats())
+            return model(inputs, Counts())
 
         running = threading.Event()
         finished = map_in_order(work, iter([window] * 3), threads=1, stopped=model.stopped)
@@ -159,7 +159,7 @@ def test_memory_does_not_depend_on_the_size_of_the_input(tiny, tmp_path):
 
 
 def test_few_texts_are_divided_among_all_workers(tiny, monkeypatch):
-    from enginery.predict.report import WindowStats
+    from enginery.predict.report import Counts
     from enginery.predict.token_batches import InferencePool, WindowRunner
     from enginery.runtime.onnxruntime.runner import OrtRunner
     from enginery.runtime.tasks.batch_runner import BatchRunner
@@ -181,7 +181,7 @@ def test_few_texts_are_divided_among_all_workers(tiny, monkeypatch):
             with InferencePool(workers) as pool:
                 model = WindowRunner.open(Embed, artifact, runner, pool, PredictConfig())
                 model.batches.fixed_rows = fixed_rows
-                found.append(np.stack(model(texts, WindowStats())))
+                found.append(np.stack(model(texts, Counts())))
     (whole, *divided, fixed) = batches
     assert (whole, fixed) == (12, 12)  # a smaller batch would be filled up
     assert (len(divided), sum(divided)) == (4, 12)
@@ -205,7 +205,7 @@ def test_only_batches_of_images_get_a_session_for_lone_runs(tiny, monkeypatch, k
             super().__init__(artifact, options, **given)
 
     monkeypatch.setattr(batch_predictor, "OrtRunner", Noting)
-    batch_predictor.BatchPredictor(tiny(kind, task), PredictConfig(), workers=3).close()
+    batch_predictor.BatchPredictor(tiny(kind, task), PredictConfig(workers=3)).close()
     assert found == [threads]
 
 
@@ -358,9 +358,9 @@ def test_a_window_ends_midway(tiny, workers, is_interrupted):
 
 def test_the_share_is_shown_within_a_window(tiny, tmp_path):
     (tmp_path / "in.txt").write_text("the pump\n" * 40)
-    config = PredictConfig(batch_rows=4)
+    config = PredictConfig(batch_rows=4, workers=1)
     shares = []
-    with BatchPredictor(tiny("bert", "feature-extraction"), config, workers=1) as predictor:
+    with BatchPredictor(tiny("bert", "feature-extraction"), config) as predictor:
         reader = open_dataset(tmp_path / "in.txt", ("text",), input_options(config, keep="columns"))
         columns = predictor.columns(reader.schema, reader.names)
         (window,) = predictor.stream(reader, columns, skip=0, show=shares.append)

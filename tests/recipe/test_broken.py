@@ -173,7 +173,7 @@ BROKEN = [
         "several options set profiles",
     ),
     (
-        then("build:\ncapability: 8.9\nprofile: batch=1,sequence=8\ntiming_cache: cache"),
+        then("build:\ncapability: 8.9\nprofile: batch=1,sequence=8\noptimization_level: 5"),
         "has no effect in TensorRT for RTX",
     ),
     (then("export-triton:\nout: t\nprovider: cpu\nbackend: tensorrt"), "needs a GPU"),

@@ -349,14 +349,10 @@ def test_absolute_paths_and_home_are_as_they_are_meant(tmp_path, monkeypatch):
 
 
 def test_a_build_takes_one_profile_or_several_and_paths_from_the_recipe(tmp_path):
-    text = (
-        "model: m\nstages:\n  - export\n"
-        "  - build: {profile: batch=1, flavor: tensorrt, timing_cache: cache/timing}\n"
-    )
+    text = "model: m\nstages:\n  - export\n  - build: {profile: batch=1, flavor: tensorrt}\n"
     options = Recipe.parse(text, base=tmp_path).steps[1].options
     assert isinstance(options, BuildConfig)
     assert options.profile == ("batch=1",)
-    assert options.timing_cache == str(tmp_path / "cache/timing")
     text = "model: m\nstages: [export, build: {data: reviews.csv, count: 2}]"
     options = Recipe.parse(text, base=tmp_path).steps[1].options
     assert (options.data, options.count) == (str(tmp_path / "reviews.csv"), 2)

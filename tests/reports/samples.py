@@ -411,7 +411,7 @@ def doctor_report() -> DoctorReport:
     packages = (
         PackageStatus("numpy", "2.0", ">=2", "", fits=True),
         PackageStatus("onnxruntime-gpu", "", "", "", fits=False, replaced_by="onnxruntime"),
-        PackageStatus("ray", "", ">=2", "ray", fits=False),
+        PackageStatus("oras", "", ">=0.2", "oci", fits=False),
     )
     providers = (
         ProviderStatus(CPU, "runs", "", ""),

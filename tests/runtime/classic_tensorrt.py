@@ -19,16 +19,12 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 VERSION = "10.16.1.11"
-HERE = b"NVIDIA L4, TensorRT 10.16.1\n"
-"""Header of a timing cache made by this double."""
 
 Severity = enum.IntEnum("Severity", "INTERNAL_ERROR ERROR WARNING INFO VERBOSE", start=0)
 NetworkDefinitionCreationFlag = enum.IntEnum(
     "NetworkDefinitionCreationFlag", "EXPLICIT_BATCH STRONGLY_TYPED", start=0
 )
-BuilderFlag = enum.IntEnum(
-    "BuilderFlag", "TF32 SPARSE_WEIGHTS VERSION_COMPATIBLE WEIGHT_STREAMING", start=0
-)
+BuilderFlag = enum.IntEnum("BuilderFlag", "TF32", start=0)
 MemoryPoolType = enum.IntEnum("MemoryPoolType", "WORKSPACE TACTIC_DRAM", start=0)
 ProfilingVerbosity = enum.IntEnum("ProfilingVerbosity", "LAYER_NAMES_ONLY DETAILED NONE", start=0)
 HardwareCompatibilityLevel = enum.IntEnum(
@@ -111,21 +107,6 @@ class ILogger:
         self._base_made = True  # the bindings crash on a subclass that forgets this
 
 
-class ITimingCache(Strict):
-    def __init__(self, content):
-        self._header, _, entries = content.partition(b"\n")
-        self._entries = {entry for entry in entries.split(b"\n") if entry}
-
-    def serialize(self):
-        return IHostMemory(self._header + b"\n" + b"\n".join(sorted(self._entries)))
-
-    def combine(self, input_cache, ignore_mismatch):
-        if input_cache._header != self._header and not ignore_mismatch:
-            return False
-        self._entries |= input_cache._entries
-        return True
-
-
 class IOptimizationProfile(Strict):
     def __init__(self):
         self._shapes = {}
@@ -137,40 +118,20 @@ class IOptimizationProfile(Strict):
 class IBuilderConfig(Strict):
     profiling_verbosity = setting("profiling_verbosity", ProfilingVerbosity)
     builder_optimization_level = setting("builder_optimization_level", int)
-    max_aux_streams = setting("max_aux_streams", int)
     hardware_compatibility_level = setting(
         "hardware_compatibility_level", HardwareCompatibilityLevel
     )
 
     def __init__(self, calls):
-        self._calls, self._profiles, self._cache = calls, [], None
+        self._calls, self._profiles = calls, []
         self._flags = {BuilderFlag.TF32}  # enabled by default
 
     def set_memory_pool_limit(self, pool, pool_size):
         self._calls.append(("set_memory_pool_limit", MemoryPoolType(pool), int(pool_size)))
 
-    def set_flag(self, flag):
-        self._calls.append(("set_flag", BuilderFlag(flag)))
-        self._flags.add(flag)
-
     def clear_flag(self, flag):
         self._calls.append(("clear_flag", BuilderFlag(flag)))
         self._flags.discard(flag)
-
-    def create_timing_cache(self, serialized_timing_cache):
-        return ITimingCache(bytes(serialized_timing_cache) or HERE)
-
-    def set_timing_cache(self, cache, ignore_mismatch):
-        if not isinstance(cache, ITimingCache):
-            raise TypeError("incompatible function arguments: cache")
-        fits = ignore_mismatch or cache._header + b"\n" == HERE
-        self._calls.append(("set_timing_cache", fits))
-        if fits:
-            self._cache = cache
-        return fits
-
-    def get_timing_cache(self):
-        return self._cache
 
     def add_optimization_profile(self, profile):
         self._profiles.append(profile)
@@ -286,8 +247,6 @@ class Builder(Strict):
         for profile in config._profiles:
             assert set(profile._shapes) == names, "a profile does not name every input"
         self._calls.append(("build_serialized_network", frozenset(config._flags)))
-        if config._cache is not None:
-            config._cache._entries |= {f"kernel of {name}".encode() for name in names}
         log = self._logger.log
         log(Severity.INFO, "Total Activation Memory: 11264 bytes")
         log(Severity.INFO, "Total Weights Memory: 16384 bytes")
@@ -313,8 +272,6 @@ class Runtime(Strict):
         assert isinstance(logger, ILogger)
         self._calls = calls
 
-    engine_host_code_allowed = setting("engine_host_code_allowed", bool)
-
     def deserialize_cuda_engine(self, serialized_engine):
         return ICudaEngine() if bytes(serialized_engine).startswith(b"a plan") else None
 
@@ -334,7 +291,6 @@ CLASSES = (
     IBuilderConfig,
     INetworkDefinition,
     IOptimizationProfile,
-    ITimingCache,
     OnnxParser,
     Runtime,
     ICudaEngine,

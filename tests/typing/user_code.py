@@ -45,7 +45,7 @@ from enginery.publish.destination import Published
 from enginery.reports.benchmark import BenchResult
 from enginery.reports.validation import ValidationReport
 from enginery.runtime.model import Model
-from enginery.runtime.providers import CudaOptions, ProviderSpec
+from enginery.runtime.providers import ProviderSpec
 from enginery.runtime.tasks.answer import ContextAnswer
 from enginery.runtime.tasks.audio import Transcription
 from enginery.runtime.tasks.classify import Classification
@@ -155,7 +155,7 @@ def generate(model: Model, texts: list[str], path: Path) -> None:
 def load(artifact: Artifact, path: Path) -> None:
     assert_type(load_model(path), Model)
     load_model(path, providers="cuda,cpu", provider_options=["cuda.gpu_mem_limit=2GiB"], threads=2)
-    load_model(artifact, providers=["tensorrt", CudaOptions(device_id=1), ProviderSpec("cpu")])
+    load_model(artifact, providers=["tensorrt", {"cuda": {"device_id": 1}}, ProviderSpec("cpu")])
     load_model(artifact, providers={"cuda": {"device_id": 1}})
     load_model(artifact, provider="cuda")  # type: ignore[call-arg]
     load_model(artifact, providers=3)  # type: ignore[arg-type]

@@ -124,7 +124,8 @@ class EngineRecord(_Record):
     hardware_compatibility: Compatibility = "none"
     """Classic TensorRT: `none`, `ampere-plus` or `same-compute-capability`."""
     version_compatible: bool = False
-    """Classic TensorRT: the plan also runs with later minor versions of the same major version."""
+    """Classic TensorRT: the plan also runs with later minor versions of the same major version, as
+    earlier versions of `build` could make it."""
     profiles: tuple[str, ...]
     """`batch=1:8:32,sequence=8:128:512`, in the plan's order; empty for fixed shapes."""
     graph: RelativePath

@@ -298,7 +298,7 @@ def _tensorrt_parameters(info: GraphInfo, config: TritonConfig) -> dict[str, str
             "trt_engine_cache_prefix": info.sha256[:16],
         }
     if info.server_builds:
-        values |= profile_shapes("trt", info.record.inputs, info.profiles)
+        values |= profile_shapes(info.record.inputs, info.profiles)
     return values
 
 

@@ -5,9 +5,9 @@
     ([8, 32, 120], 208, 720)
 
 The split is optimal for the data. Lengths are rounded up to a multiple of eight. The cost of a
-split is the sum over its buckets of rows times the cost of the longest length. Dynamic programming
-over the distinct lengths minimizes it: the best split into k buckets is one last bucket, preceded
-by the best split of all shorter lengths into k - 1.
+split is the number of its padded tokens: the sum over its buckets of rows times the longest
+length. Dynamic programming over the distinct lengths minimizes it: the best split into k buckets
+is one last bucket, preceded by the best split of all shorter lengths into k - 1.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.errors import InputError, OptionError
+
+_TILE = 8
+"""Buckets end at multiples of this. Kernels work in tiles: an end inside a tile saves nothing."""
 
 
 @dataclass(frozen=True)
@@ -104,36 +107,20 @@ class LengthBuckets:
         )
 
 
-def bucket_lengths(
-    lengths: NDArray[np.integer[Any]],
-    count: int,
-    *,
-    most: int,
-    multiple_of: int = 8,
-    hidden_size: int = 0,
-) -> LengthBuckets:
+def bucket_lengths(lengths: NDArray[np.integer[Any]], count: int, *, most: int) -> LengthBuckets:
     """Find the cheapest split of these lengths into at most `count` buckets.
 
     Args:
         lengths: integers (rows,), in tokens, in any order. Those above `most` count as `most`.
         count: maximum number of buckets; there are never more than distinct lengths.
-        most: maximum length of the model.
-        multiple_of: buckets end at multiples of this, or at `most`. Kernels work in tiles, so an
-            end inside a tile saves nothing.
-        hidden_size: if 0, the cost is the number of padded tokens. Otherwise it is the number of
-            operations: a row of s tokens costs s * (1 + s / (6 * hidden_size)), where the second
-            term is attention. Source: Narayanan et al., "Efficient Large-Scale Language Model
-            Training on GPU Clusters Using Megatron-LM", 2021, equation 2 without the vocabulary.
+        most: maximum length of the model, 1 or more.
 
     Raises:
         InputError: `lengths` is empty, negative, or not of integers.
-        OptionError: `count`, `most` or `multiple_of` is below 1, or `hidden_size` below 0.
+        OptionError: `count` is below 1.
     """
-    minimums = {"count": 1, "most": 1, "multiple_of": 1, "hidden_size": 0}
-    values = (count, most, multiple_of, hidden_size)
-    for (name, low), value in zip(minimums.items(), values, strict=True):
-        if value < low:
-            raise OptionError(f"option '{name}' is {value}, expected {low} or more.")
+    if count < 1:
+        raise OptionError(f"option 'count' is {count}, expected 1 or more.", option="count")
     observed = np.asarray(lengths)
     if observed.ndim != 1 or not observed.size:
         raise InputError("there are no token lengths to split into buckets.")
@@ -144,11 +131,9 @@ def bucket_lengths(
         )
     cut = np.minimum(observed.astype(np.int64), most)
     # An empty text still takes one position of a batch.
-    rounded = np.minimum(-(-np.maximum(cut, 1) // multiple_of) * multiple_of, most)
+    rounded = np.minimum(-(-np.maximum(cut, 1) // _TILE) * _TILE, most)
     boundaries, rows = np.unique(rounded, return_counts=True)
-    # Integers, so that sums are exact: the cost in the docstring times 6 * hidden_size.
-    costs = boundaries * (6 * hidden_size + boundaries) if hidden_size else boundaries
-    ends = boundaries[_optimal_ends(costs, rows, count)]
+    ends = boundaries[_optimal_ends(boundaries, rows, count)]
     bucket_index = np.searchsorted(ends, rounded)
     buckets = tuple(
         Bucket(
@@ -169,28 +154,28 @@ def bucket_lengths(
     )
 
 
-def _optimal_ends(costs: NDArray[np.int64], rows: NDArray[np.int64], count: int) -> list[int]:
+def _optimal_ends(lengths: NDArray[np.int64], rows: NDArray[np.int64], count: int) -> list[int]:
     """Return the ends of the cheapest buckets, as indices into the distinct lengths.
 
     With n distinct lengths, this takes O(count * n²) time and O(count * n) memory. If splits
     are equally cheap, the one whose last buckets begin earliest is chosen.
 
     Args:
-        costs: (n,), cost of one row padded to each length, increasing.
+        lengths: (n,), the distinct lengths, increasing.
         rows: (n,), number of rows of each length.
         count: maximum number of buckets.
     """
-    distinct = len(costs)
+    distinct = len(lengths)
     # before[i] rows are shorter than length i, so a bucket i..j has before[j+1] - before[i] rows.
     before = np.concatenate([[0], np.cumsum(rows)])
-    best = costs * before[1:]  # best[j]: cost of all lengths up to j in one bucket
+    best = lengths * before[1:]  # best[j]: cost of all lengths up to j in one bucket
     begins = [np.zeros(distinct, dtype=np.int64)]
     # Each further bucket reduces the cost as long as there are lengths left for it.
     for used in range(1, min(count, distinct)):
         least, begin = best.copy(), np.zeros(distinct, dtype=np.int64)
         for j in range(used, distinct):
             # The last bucket is i..j, after the best split of shorter lengths into `used` buckets.
-            total = best[used - 1 : j] + costs[j] * (before[j + 1] - before[used : j + 1])
+            total = best[used - 1 : j] + lengths[j] * (before[j + 1] - before[used : j + 1])
             choice = int(np.argmin(total))
             least[j], begin[j] = total[choice], choice + used
         best = least

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,35 +13,14 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.datasets.samples import read_texts
 from enginery.core.errors import OptionError, ShapeError
-from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import DimRange, Profile, dim_terms, dynamic_dims
 from enginery.engine.profiles.buckets import LengthBuckets, bucket_lengths
 from enginery.runtime.text.tokenizer import TextTokenizer
 
+_MAX_ROWS = 10_000
+"""Number of rows to read, evenly spread over the file."""
 _CHUNK = 1024
 """Texts to tokenize at a time; an encoding takes far more memory than its length."""
-
-
-@dataclass(frozen=True)
-class BucketOptions:
-    """How texts are read, and how their lengths are split into profiles."""
-
-    column: str = "text"
-    """Column of the data with the texts."""
-    rows: int = 10_000
-    """Number of rows to read, evenly spread over the file."""
-    count: int = 3
-    """Maximum number of profiles."""
-    batch: str = "1:8:32"
-    """min:opt:max of the batch in every profile. Ignored if the graph's batch is fixed."""
-    multiple_of: int = 8
-    """Buckets end at multiples of this."""
-    last: Literal["limit", "data"] = "limit"
-    """Where the last profile ends. `limit` is the tokenizer's limit, so that inputs longer than all
-    in the data still fit. `data` is the longest in the data, which takes less memory."""
-    cost: Literal["tokens", "arithmetic"] = "tokens"
-    """What the split minimizes. `tokens` are padded tokens; `arithmetic` are multiply-adds,
-    including attention, which grows with the square of the length."""
 
 
 def token_lengths(artifact: Artifact, texts: Iterable[str]) -> NDArray[np.int32]:
@@ -70,7 +47,10 @@ def profiles_from_data(
     artifact: Artifact,
     record: GraphRecord,
     data: Path,
-    options: BucketOptions = BucketOptions(),
+    *,
+    column: str = "text",
+    count: int = 3,
+    batch: str = "1:8:32",
 ) -> tuple[list[Profile], LengthBuckets]:
     """Return one profile per bucket of token lengths, each tuned for the bucket's upper end.
 
@@ -78,7 +58,9 @@ def profiles_from_data(
         artifact: has the tokenizer, whose limit is the maximum sequence length.
         record: the graph that the profiles are for.
         data: CSV, TSV, JSONL, Parquet or text file.
-        options: how the lengths are split.
+        column: column of the data with the texts.
+        count: maximum number of profiles.
+        batch: min:opt:max of the batch in every profile. Ignored if the graph's batch is fixed.
 
     Returns:
         The profiles, and the buckets they were made from.
@@ -86,28 +68,24 @@ def profiles_from_data(
     Raises:
         InputError: the file cannot be used or holds no text.
         ArtifactError: the tokenizer is missing or cannot be loaded.
-        OptionError: a number is out of range, or config.json has no hidden size for `arithmetic`.
+        OptionError: `batch` or `count` is out of range.
         ShapeError: the graph takes no texts, its sequence is fixed, or it has dynamic dims that
             text lengths do not determine.
     """
     rows_dim, sequence = _text_dims(record)
     try:
-        batch_range = DimRange.parse(options.batch)
+        batch_range = DimRange.parse(batch)
     except ShapeError as error:
-        raise OptionError(f"option 'batch' is '{options.batch}': {error.message}") from None
-    if options.rows < 1:
-        raise OptionError(f"option 'rows' is {options.rows}, expected 1 or more.")
+        raise OptionError(f"option 'batch' is '{batch}': {error.message}") from None
     buckets = bucket_lengths(
-        token_lengths(artifact, read_texts(data, options.column, rows=options.rows)),
-        options.count,
+        token_lengths(artifact, read_texts(data, column, rows=_MAX_ROWS)),
+        count,
         most=TextTokenizer.open(artifact.path).limit,
-        multiple_of=options.multiple_of,
-        hidden_size=_hidden_size(artifact) if options.cost == "arithmetic" else 0,
     )
     profiles = []
     for bucket in buckets.buckets:
-        to_limit = options.last == "limit" and bucket is buckets.buckets[-1]
-        end = buckets.most if to_limit else bucket.longest
+        # The last one ends at the limit, so that inputs longer than all in the data still fit.
+        end = buckets.most if bucket is buckets.buckets[-1] else bucket.longest
         # A batch that is fixed has no name, and no range.
         ranges = {
             rows_dim: batch_range,
@@ -143,12 +121,3 @@ def _text_dims(record: GraphRecord) -> tuple[str, str]:
             do=remedy,
         )
     return (rows if isinstance(rows, str) else ""), sequence
-
-
-def _hidden_size(artifact: Artifact) -> int:
-    if width := ModelConfig.read(artifact.path).width:
-        return width
-    raise OptionError(
-        "option 'cost' is arithmetic, but config.json has no hidden_size, d_model, dim or n_embd.",
-        do="Use the cost tokens.",
-    )

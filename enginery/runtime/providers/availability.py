@@ -29,7 +29,7 @@ from enginery.runtime.providers.known import (
     CUDA,
     TENSORRT,
     TENSORRT_RTX,
-    known_provider,
+    provider_package,
     short_name,
 )
 
@@ -365,8 +365,7 @@ def describe_missing(missing: Mapping[str, str]) -> str:
 
 def _not_compiled(name: str) -> Unavailable:
     builds = installed_onnxruntimes()
-    provider = known_provider(name)
-    package = provider.package
+    package = provider_package(name)
     # The builds in the first folder of the import path are the ones that are imported. If there are
     # several, each has overwritten files of the others.
     imported = [build for build in builds if build.directory == builds[0].directory]
@@ -384,8 +383,6 @@ def _not_compiled(name: str) -> Unavailable:
             hidden_remedy(hidden),
         )
     reason = f"the installed onnxruntime ({listed or 'unknown'}) is built without it"
-    if wrong_platform := provider.wrong_platform(sys.platform):
-        return Unavailable(f"{wrong_platform}, and {reason}", "Choose a provider for this system.")
     if not package:
         return Unavailable(reason, "Build ONNX Runtime from source with this provider.")
     return Unavailable(reason, reinstall(package))

@@ -6,8 +6,8 @@
 
 Other notations are a single text, `cuda,cpu; cuda.gpu_mem_limit=2GiB`, also in the environment
 variable `ENGINERY_PROVIDERS`; a list in a recipe, `[{cuda: {gpu_mem_limit: 2 GiB}}, cpu]`; a
-mapping, including RapidOCR's: `{use_cuda: true, CUDAExecutionProvider: {gpu_mem_limit: 2 * 1024}}`;
-and the name of a YAML or JSON file with any of them.
+mapping, `{cuda: {gpu_mem_limit: 2 GiB}, cpu: }`; and the name of a YAML or JSON file with any of
+them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from enginery.core.errors import OptionError, ProviderError, nearest
+from enginery.core.errors import OptionError, ProviderError
 from enginery.runtime.providers.known import CUDA, TENSORRT, TENSORRT_RTX, full_name, short_name
-from enginery.runtime.providers.options import ProviderOptions, changed_options, read_options
+from enginery.runtime.providers.options import read_options
 
 ENVIRONMENT = "ENGINERY_PROVIDERS"
 """Environment variable with the default providers."""
@@ -38,41 +38,7 @@ _OFF = ("0", "False")
 _FILES = (".yaml", ".yml", ".json")
 """How the name of a file with providers ends."""
 
-# RapidOCR 1.2 to 1.4 and 3.10. The order is that of `ProviderConfig.get_ep_list` in 3.10.
-_RAPIDOCR = {
-    "use_coreml": ("coreml", ("CoreMLExecutionProvider", "coreml_ep_cfg")),
-    "use_cann": ("cann", ("CANNExecutionProvider", "cann_ep_cfg")),
-    "use_dml": ("directml", ("DmlExecutionProvider", "dml_ep_cfg", "dm_ep_cfg")),
-    "use_cuda": ("cuda", ("CUDAExecutionProvider", "cuda_ep_cfg")),
-}
-"""RapidOCR's switch -> (provider, keys of its options in versions 1 and 3), in its order."""
-_RAPIDOCR_SECTIONS = ("Global", "Det", "Cls", "Rec")
-"""Sections of RapidOCR's configuration file; in version 1 they contain the switches."""
-_RAPIDOCR_STEPS = (
-    "use_det",
-    "use_cls",
-    "use_rec",
-    "use_text_det",
-    "use_angle_cls",
-    "use_preprocess_img",
-    "use_vertical_padding",
-    "use_dilation",
-)
-"""Switches of RapidOCR's own steps in these sections, which are about no provider."""
-_RAPIDOCR_PRECISION = ("use_fp16", "use_int8")
-"""Switches for engines that RapidOCR builds with TensorRT, on by default."""
-_NOTHING = (None, "", "null", "~")
-"""A key without value; YAML is read as text."""
-_THREADS = ("intra_op_num_threads", "inter_op_num_threads")
 _ARENA = "enable_cpu_mem_arena"
-_RAPIDOCR_KEYS = (
-    *_RAPIDOCR,
-    *(key for _, keys in _RAPIDOCR.values() for key in keys),
-    *_THREADS,
-    _ARENA,
-    "cpu_ep_cfg",
-)
-"""All keys of the section EngineConfig.onnxruntime of version 3, with the earlier names."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +60,7 @@ Providers: TypeAlias = (
     | Path
     | ProviderSpec
     | Mapping[str, Any]
-    | Sequence["str | ProviderSpec | ProviderOptions | Mapping[str, Any]"]
+    | Sequence["str | ProviderSpec | Mapping[str, Any]"]
 )
 """Notations that `parse_providers` accepts."""
 
@@ -247,8 +213,6 @@ def _from_item(item: Any) -> list[ProviderSpec]:
     # ONNX Runtime's own notation: (name, options).
     if isinstance(item, Sequence) and len(item) == 2 and isinstance(item[0], str):
         return _from_mapping({item[0]: item[1]})
-    if isinstance(item, ProviderOptions):
-        return [_spec(*changed_options(item))]
     raise OptionError(
         f"providers: found a {type(item).__name__} in the list, expected a name or "
         "a name with its options, such as cuda: {device_id: 0}."
@@ -308,147 +272,17 @@ def _from_yaml(text: str) -> list[ProviderSpec]:
 
 
 def _from_mapping(mapping: Mapping[str, Any]) -> list[ProviderSpec]:
-    if "EngineConfig" in mapping or "onnxruntime" in mapping:
-        return _from_rapidocr_engines(mapping)
-    if any(str(key).startswith("use_") for key in mapping):
-        return _from_rapidocr(mapping)
-    if any(name in mapping for name in _RAPIDOCR_SECTIONS):
-        return _from_rapidocr_file(mapping)
     specs = []
     for name, options in mapping.items():
         if options is not None and options != "" and not isinstance(options, Mapping):
+            is_scalar = isinstance(options, str | int | float)
+            value = f"'{options}'" if is_scalar else f"a {type(options).__name__}"
             raise OptionError(
-                f"provider '{name}': found {_describe(options)}, expected its options, "
-                "such as cuda: {device_id: 0}."
+                f"provider '{name}': found {value}, expected its options, such as "
+                "cuda: {device_id: 0}."
             )
         specs.append(_spec(name, options or {}))  # `cuda:` in YAML has the value None
     return specs
-
-
-def _from_rapidocr_engines(document: Mapping[str, Any]) -> list[ProviderSpec]:
-    """Read a file of version 3, or its `EngineConfig` alone: the section onnxruntime counts."""
-    engines = _section(document, "EngineConfig") if "EngineConfig" in document else document
-    engine_types = {
-        name: _section(document, name).get("engine_type") for name in _RAPIDOCR_SECTIONS
-    }
-    # From Python, these are members of RapidOCR's enums.
-    engine_types = {
-        name: getattr(kind, "value", kind) for name, kind in engine_types.items() if kind
-    }
-    for name, kind in engine_types.items():
-        if kind != "onnxruntime":
-            raise OptionError(
-                f"{name}: engine_type is '{kind}', but enginery runs models in ONNX Runtime.",
-                do="Change it to onnxruntime, or pass only the section EngineConfig.onnxruntime.",
-            )
-    if not engine_types:
-        _reject_other_devices(engines)
-    section = _section(engines, "onnxruntime")
-    for key in map(str, section):
-        if key not in _RAPIDOCR_KEYS and not key.startswith("use_"):
-            raise OptionError(
-                f"onnxruntime: unknown key '{key}'{nearest(key, _RAPIDOCR_KEYS)}",
-                do=f"Leave it out. Known keys: {', '.join(_RAPIDOCR_KEYS)}.",
-            )
-    return _from_rapidocr(section)
-
-
-def _reject_other_devices(engines: Mapping[str, Any]) -> None:
-    """Raise OptionError if a section other than onnxruntime's turns a device on.
-
-    Without an `engine_type`, that section's engine may be the one that is meant.
-    """
-    for name, section in engines.items():
-        if name == "onnxruntime" or not isinstance(section, Mapping):
-            continue
-        for key, value in section.items():
-            is_device = str(key).startswith("use_") and key not in _RAPIDOCR_PRECISION
-            if is_device and _switch(key, value):
-                raise OptionError(
-                    f"{name}: {key} is true, but only the section onnxruntime is read.",
-                    do=f"Turn {key} off there, or pass only the section EngineConfig.onnxruntime.",
-                )
-
-
-def _section(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a section of RapidOCR's file, which may be absent or empty."""
-    section = document.get(name)
-    if section in _NOTHING:
-        return {}
-    if not isinstance(section, Mapping):
-        raise OptionError(f"{name}: found {_describe(section)}, expected a section of settings.")
-    return section
-
-
-def _from_rapidocr_file(document: Mapping[str, Any]) -> list[ProviderSpec]:
-    """Read a configuration file of version 1, whose sections must request the same providers."""
-    first, requested = "", [ProviderSpec("cpu")]  # RapidOCR's default without a switch
-    for name in _RAPIDOCR_SECTIONS:
-        section = _section(document, name)
-        with _about(name):
-            specs = _from_rapidocr(section)
-        if not any(switch in section for switch in _RAPIDOCR):
-            continue
-        if first and specs != requested:
-            raise OptionError(
-                f"{first} requests '{format_providers(requested)}' and {name} "
-                f"'{format_providers(specs)}', but one model has one list of providers.",
-                do="Make them the same, or pass only the section of this model.",
-            )
-        first, requested = name, specs
-    return requested
-
-
-def _from_rapidocr(settings: Mapping[str, Any]) -> list[ProviderSpec]:
-    """Read RapidOCR's switches, their options and those of the session; the CPU is added.
-
-    Settings of its own steps are ignored.
-    """
-    specs = []
-    for switch, (name, keys) in _RAPIDOCR.items():
-        options: dict[str, str] = {}
-        for key in keys:
-            value = settings.get(key)
-            if isinstance(value, Mapping):
-                options |= read_options(name, value)  # checked even if the switch is off
-            elif value not in _NOTHING:
-                raise OptionError(
-                    f"{key}: found {_describe(value)}, expected the options of {name}."
-                )
-        if _switch(switch, settings.get(switch, False)):
-            specs.append(ProviderSpec(name, options))
-    for key, value in settings.items():
-        known_key = key in _RAPIDOCR or key in _RAPIDOCR_STEPS
-        if str(key).startswith("use_") and not known_key and _switch(key, value):
-            raise OptionError(
-                f"{key} is true, but no execution provider of ONNX Runtime has this switch.",
-                do=f"Leave it out. Known switches: {', '.join(_RAPIDOCR)}.",
-            )
-    _reject_threads(settings)
-    # RapidOCR's cpu_ep_cfg is ignored: ONNX Runtime's CPU provider has no such options.
-    arena = settings.get(_ARENA)
-    cpu = {} if arena in _NOTHING else read_options("cpu", {_ARENA: arena})
-    return [*specs, ProviderSpec("cpu", cpu)]
-
-
-def _reject_threads(settings: Mapping[str, Any]) -> None:
-    """Raise OptionError for numbers of threads; RapidOCR ignores those below 1."""
-    for key in _THREADS:
-        value = settings.get(key)
-        if value in _NOTHING or str(value).strip() in ("-1", "0"):
-            continue
-        if key == "inter_op_num_threads":
-            do = "Set it to -1: it has no effect, because nodes run one after the other."
-        else:
-            do = f"Set it to -1; serve and bench take --threads {value}, Python threads={value}."
-        raise OptionError(f"{key} is {value}, but it is not an option of a provider.", do=do)
-
-
-def _switch(key: str, value: Any) -> bool:
-    word = str(value).strip().lower()
-    if word not in ("true", "false"):
-        raise OptionError(f"{key}: found '{value}', expected true or false.")
-    return word == "true"
 
 
 def _merge(specs: Iterable[ProviderSpec]) -> dict[str, dict[str, str]]:
@@ -486,7 +320,3 @@ def _read_option(text: str, specs: Mapping[str, Any]) -> tuple[str, str, str]:
             do=f"Request it as well: --providers {','.join([*specs, short])}",
         )
     return short, key, read_options(short, {key: value.strip()})[key]
-
-
-def _describe(value: Any) -> str:
-    return f"'{value}'" if isinstance(value, str | int | float) else f"a {type(value).__name__}"

@@ -44,7 +44,6 @@ from enginery.runtime.tensorrt.parse import (
     require_file,
 )
 from enginery.runtime.tensorrt.reports import BuiltPlan, ParseReport
-from enginery.runtime.tensorrt.timing import TimingCache, attach_timing_cache
 
 
 @dataclass(frozen=True)
@@ -106,13 +105,8 @@ def build_in_process(
         # With this verbosity, both the log and the engine have the layers and their types.
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_bytes)
-        if options.weight_streaming:
-            config.set_flag(trt.BuilderFlag.WEIGHT_STREAMING)
-        # TensorRT for RTX has no timing cache: it times no kernels when it builds.
-        timing = TimingCache()
         if flavor is CLASSIC:
             _configure_classic(trt, config, capabilities, options)
-            timing = attach_timing_cache(config, options, messages)
         else:
             # TensorRT for RTX builds for GPUs that this machine need not have.
             targets = [capability_value(trt, capability) for capability in capabilities]
@@ -128,9 +122,7 @@ def build_in_process(
                 f"{', '.join(capabilities) or 'any GPU'}: {last_error(messages)}",
                 do=_build_remedy(messages, inputs),
             )
-        # Only now does the cache have the timings of this build.
-        timing.save(config)
-        layers, memory = _layers_and_memory(trt, flavor, plan, options, messages)
+        layers, memory = _layers_and_memory(trt, flavor, plan, messages)
         if not layers:
             raise ProviderError(
                 f"{path}: an engine was built, but {flavor.title} {trt.__version__} did not list "
@@ -154,7 +146,7 @@ def build_in_process(
             peak_rss_bytes=peak_rss_bytes(),
             activation_bytes=memory.get("activation", 0),
             weights_bytes=memory.get("weights", 0),
-            warnings=(*messages.warnings(), *timing.warnings),
+            warnings=tuple(messages.warnings()),
         )
 
 
@@ -163,19 +155,8 @@ def _configure_classic(
 ) -> None:
     """Set the options that only classic TensorRT has."""
     config.builder_optimization_level = options.optimization_level
-    if options.auxiliary_streams != "auto":
-        config.max_aux_streams = options.auxiliary_streams
-    flags = {
-        trt.BuilderFlag.TF32: options.tf32,
-        trt.BuilderFlag.SPARSE_WEIGHTS: options.sparsity,
-        trt.BuilderFlag.VERSION_COMPATIBLE: options.version_compatible,
-    }
-    for flag, enabled in flags.items():
-        if enabled:
-            config.set_flag(flag)
-        else:
-            # TF32 is on by default.
-            config.clear_flag(flag)
+    if not options.tf32:  # it is on by default
+        config.clear_flag(trt.BuilderFlag.TF32)
     level = options.hardware_compatibility
     if level == "ampere-plus" and capabilities[0].startswith("7."):
         raise OptionError(
@@ -189,15 +170,13 @@ def _configure_classic(
 
 
 def _layers_and_memory(
-    trt: Any, flavor: Flavor, plan: Any, options: BuildOptions, messages: Messages
+    trt: Any, flavor: Flavor, plan: Any, messages: Messages
 ) -> tuple[tuple[LayerRecord, ...], dict[str, int]]:
     """Return the engine's layers, and its device memory in bytes."""
     memory = memory_bytes(messages.texts("info"))
     if flavor is RTX:
         return read_layers(messages.texts("verbose")), memory
-    layers, activation_bytes = inspect_plan(
-        trt, plan, messages, host_code_allowed=options.version_compatible
-    )
+    layers, activation_bytes = inspect_plan(trt, plan, messages)
     return layers, {"activation": activation_bytes, **memory}
 
 

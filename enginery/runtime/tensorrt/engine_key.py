@@ -9,10 +9,8 @@ The key has everything that a plan depends on.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from enginery.core.artifact.fingerprint import option_fields, sha256_of
-from enginery.core.errors import OptionError
+from enginery.core.artifact.fingerprint import option_fields
 from enginery.core.shapes import Profile
 from enginery.runtime.providers import gpus
 from enginery.runtime.providers.gpus import driver_version
@@ -40,7 +38,7 @@ def key_fields(
     Raises:
         MissingPackageError, ProviderError: the flavor is not installed or has an unsupported
             version, or classic TensorRT finds no GPU.
-        OptionError: an option is not available in the flavor, or the fixed timing cache is missing.
+        OptionError: an option is not available in the flavor.
     """
     require_tensorrt("An engine's cache key", flavor)
     check_options(flavor, options)
@@ -51,30 +49,14 @@ def key_fields(
         "profiles": "; ".join(str(profile) for profile in profiles) or "none",
         "verbosity": _VERBOSITY,
     }
-    counted = option_fields(options, timing_cache=timing_cache_content(options))
+    counted = option_fields(options)
     # A plan of TensorRT for RTX 1.7 depends on the version and build, the profiles and their order,
-    # the set of capabilities, the workspace, the verbosity and weight streaming.
+    # the set of capabilities, the workspace and the verbosity.
     if flavor is RTX:
         return fields | {n: value for n, value in counted.items() if n not in CLASSIC_ONLY}
     # Classic TensorRT selects kernels by timing them, so the GPU, its driver and the options of the
     # search matter as well.
     return fields | counted | {"gpu": current_gpu(flavor).name, "driver": _driver()}
-
-
-def timing_cache_content(options: BuildOptions) -> str:
-    """Return the content of the timing cache for a key, its sha256; `none` unless it is fixed.
-
-    A growing one does not count: every build changes it, so no engine would be found again.
-
-    Raises:
-        OptionError: the fixed one is missing.
-    """
-    if not options.timing_cache_fixed:
-        return "none"
-    path = Path(options.timing_cache)
-    if not path.is_file():
-        raise OptionError(f"option 'timing_cache': {path} is fixed, but is missing.")
-    return sha256_of(path)
 
 
 def _driver() -> str:

@@ -43,22 +43,18 @@ _PARAMETERS: dict[str, LayerKind] = {
 }
 
 
-def inspect_plan(
-    trt: Any, plan: Any, messages: Messages, *, host_code_allowed: bool
-) -> tuple[tuple[LayerRecord, ...], int]:
+def inspect_plan(trt: Any, plan: Any, messages: Messages) -> tuple[tuple[LayerRecord, ...], int]:
     """Load an engine on this GPU; return its layers and the activation memory in bytes.
 
     Args:
         trt: module of classic TensorRT.
         plan: serialized engine.
         messages: messages of TensorRT, for errors.
-        host_code_allowed: True for a version-compatible engine, which contains host code.
 
     Raises:
         ProviderError: TensorRT cannot load the engine.
     """
     runtime = trt.Runtime(messages.logger)
-    runtime.engine_host_code_allowed = host_code_allowed
     engine = runtime.deserialize_cuda_engine(plan)
     if engine is None:
         reason = next(reversed(messages.errors()), "no reason given.")

@@ -2,7 +2,7 @@
 
 >>> get_flavor("tensorrt-rtx").needs_gpu
 False
->>> check_options(CLASSIC, BuildOptions(optimization_level=5, timing_cache="timing.cache"))
+>>> check_options(CLASSIC, BuildOptions(optimization_level=5))
 
 TensorRT for RTX builds engines ahead of time without a GPU, for the given compute capabilities.
 Classic TensorRT 10 times kernels on the GPU that it runs on, and builds for that GPU. With both,
@@ -16,7 +16,6 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from enginery.core.errors import OptionError, nearest
-from enginery.core.options import by_content
 
 FlavorName = Literal["tensorrt-rtx", "tensorrt"]
 HardwareCompatibility = Literal["none", "ampere-plus", "same-compute-capability"]
@@ -118,49 +117,28 @@ def get_flavor(name: str) -> Flavor:
 class BuildOptions:
     """Options of a build, besides GPUs and shapes.
 
-    All except `workspace_bytes` and `weight_streaming` are for classic TensorRT only. The defaults
-    are TensorRT's, except for the workspace. Source: NVIDIA's reference of `IBuilderConfig`, 10.16.
+    All except `workspace_bytes` are for classic TensorRT only. The defaults are TensorRT's, except
+    for the workspace. Source: NVIDIA's reference of `IBuilderConfig`, 10.16.
     """
 
     workspace_bytes: int = 8 << 30
     """Device memory that a layer may use besides its tensors, in bytes. The plan depends on it, so
     the default does not depend on the GPU. TensorRT's default without a GPU, 64 GiB, is more than
     its GPUs have."""
-    weight_streaming: bool = False
-    """Let the engine keep weights in host memory and copy them when they are used, for models
-    larger than the GPU's memory; slower."""
     optimization_level: int = 3
     """0 to 5: how thoroughly TensorRT searches. 0 uses the first kernel that works."""
-    sparsity: bool = False
-    """Use sparse kernels for weights in the 2:4 pattern (two zeros in every four)."""
-    auxiliary_streams: int | Literal["auto"] = "auto"
-    """Additional CUDA streams for layers that can run at the same time; more streams use more
-    memory. `auto`: TensorRT decides."""
     hardware_compatibility: HardwareCompatibility = "none"
     """Other GPUs that the engine runs on; slower. `none`: the same GPU model. `ampere-plus`:
     compute capability 8.0 and newer. `same-compute-capability`: the same compute capability."""
-    version_compatible: bool = False
-    """Let newer versions of TensorRT run the engine; slower. Such an engine contains host code,
-    which the loader must allow (`engine_host_code_allowed`)."""
     tf32: bool = True
     """Compute FP32 matrix products and convolutions on tensor cores, with mantissas of 10 instead
     of 23 bits; sums are FP32."""
-    timing_cache: str = by_content()
-    """File with the timings of kernels, which makes the next build faster. It is created if it is
-    missing, and extended by each build. Empty: no file."""
-    timing_cache_fixed: bool = False
-    """Do not extend the file. Its content then decides which kernels are used."""
 
 
 CLASSIC_ONLY = {
     "optimization_level": "the optimization level",
-    "sparsity": "sparsity",
-    "auxiliary_streams": "the number of auxiliary streams",
     "hardware_compatibility": "hardware compatibility",
-    "version_compatible": "version compatibility",
     "tf32": "TF32",
-    "timing_cache": "a timing cache",
-    "timing_cache_fixed": "a timing cache",
 }
 """Options that TensorRT for RTX does not have -> what they set."""
 _LEVELS = range(6)
@@ -180,22 +158,13 @@ def check_options(flavor: Flavor, options: BuildOptions) -> None:
                 do=f"Leave it out, or build with --flavor {CLASSIC.name}.",
                 option=field.name,
             )
-    _check_number("workspace_bytes", options.workspace_bytes, least=1)
+    if options.workspace_bytes < 1:
+        raise OptionError(
+            f"option 'workspace_bytes' is {options.workspace_bytes}, expected 1 or more.",
+            option="workspace_bytes",
+        )
     if options.optimization_level not in _LEVELS:
         raise OptionError(
             f"option 'optimization_level' is {options.optimization_level}, expected 0 to 5.",
             option="optimization_level",
         )
-    if options.auxiliary_streams != "auto":
-        _check_number("auxiliary_streams", options.auxiliary_streams, least=0)
-    if options.timing_cache_fixed and not options.timing_cache:
-        raise OptionError(
-            "option 'timing_cache_fixed' is set, but 'timing_cache' is not.",
-            do="Set option 'timing_cache' to the file.",
-            option="timing_cache_fixed",
-        )
-
-
-def _check_number(name: str, value: int, *, least: int) -> None:
-    if value < least:
-        raise OptionError(f"option '{name}' is {value}, expected {least} or more.", option=name)

@@ -20,18 +20,20 @@ from enginery.core.shapes import TensorSpec
 
 @dataclass(frozen=True)
 class Refusal:
-    """A node that TensorRT rejects."""
+    """A node that TensorRT rejects, or would compute incorrectly."""
 
     node: str
     """Its name; `#7` for an unnamed node with index 7; empty if the whole graph is rejected."""
     op_type: str
+    """Empty if the reason names it."""
     reason: str
-    """TensorRT's message."""
+    """Message of TensorRT or of `enginery lint`."""
     remedy: str = ""
     """What to do about it, if known."""
 
     def __str__(self) -> str:
-        where = f"{self.node} ({self.op_type}): " if self.node else ""
+        op_type = f" ({self.op_type})" if self.op_type else ""
+        where = f"{self.node}{op_type}: " if self.node else ""
         return f"{where}{self.reason}"
 
 

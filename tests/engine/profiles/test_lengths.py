@@ -6,13 +6,12 @@ import pytest
 from enginery import length_buckets
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import InputError, OptionError, ShapeError
-from enginery.core.json_file import read_json
 from enginery.core.shapes import TensorSpec
 from enginery.engine import report
 from enginery.engine.profiles import lengths
 from enginery.engine.profiles.buckets import bucket_lengths
 from enginery.engine.profiles.check import ProfileReport, check_profiles
-from enginery.engine.profiles.lengths import BucketOptions, profiles_from_data, token_lengths
+from enginery.engine.profiles.lengths import profiles_from_data, token_lengths
 from enginery.engine.report import save_length_figure
 from enginery.runtime.text.tokenizer import TextTokenizer
 from tests.tiny import tiny_artifact
@@ -70,9 +69,7 @@ def test_item_that_is_not_a_text_is_rejected(bert):
 
 def test_profiles_follow_each_other_up_to_the_models_limit(bert, data):
     record = bert.manifest.graphs[0]
-    profiles, buckets = profiles_from_data(
-        bert, record, data, BucketOptions(count=2, batch="1:4:16")
-    )
+    profiles, buckets = profiles_from_data(bert, record, data, count=2, batch="1:4:16")
     assert [bucket.rows for bucket in buckets.buckets] == [7, 1]
     assert buckets.truncated == 1
     first = buckets.buckets[0]
@@ -83,7 +80,7 @@ def test_profiles_follow_each_other_up_to_the_models_limit(bert, data):
     assert check_profiles(profiles, record.inputs, {"sequence": 128}) == ProfileReport((), ())
 
 
-def test_last_profile_ends_at_the_limit_or_at_the_data(bert, data):
+def test_last_profile_ends_at_the_limit(bert, data):
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:-1]))
     record = bert.manifest.graphs[0]
     (*_, last), buckets = profiles_from_data(bert, record, data)
@@ -91,47 +88,20 @@ def test_last_profile_ends_at_the_limit_or_at_the_data(bert, data):
     assert longest < 128
     assert (last.dims["sequence"].opt, last.dims["sequence"].max) == (longest, 128)
     assert length_buckets(bert.path, data) == buckets
-    (*_, tight), _ = profiles_from_data(bert, record, data, BucketOptions(last="data"))
-    assert tight.dims["sequence"].max == longest
 
 
-def test_rows_are_spread_over_the_file(bert, data):
-    _, buckets = profiles_from_data(bert, bert.manifest.graphs[0], data, BucketOptions(rows=4))
+def test_rows_are_spread_over_the_file(bert, data, monkeypatch):
+    monkeypatch.setattr(lengths, "_MAX_ROWS", 4)
+    _, buckets = profiles_from_data(bert, bert.manifest.graphs[0], data)
     assert buckets.rows == 4
-
-
-def test_arithmetic_uses_the_hidden_size(bert, data, monkeypatch):
-    given = []
-    real = lengths.bucket_lengths
-    monkeypatch.setattr(
-        lengths, "bucket_lengths", lambda *a, **k: given.append(k["hidden_size"]) or real(*a, **k)
-    )
-    for cost in ("tokens", "arithmetic"):
-        profiles_from_data(bert, bert.manifest.graphs[0], data, BucketOptions(cost=cost))
-    assert given == [0, 32]
-
-
-def test_arithmetic_needs_a_hidden_size(copied, bert, data):
-    artifact = copied(bert)
-    config = read_json(artifact.path / "config.json")
-    del config["hidden_size"]
-    (artifact.path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(OptionError) as error:
-        profiles_from_data(
-            artifact, bert.manifest.graphs[0], data, BucketOptions(cost="arithmetic")
-        )
-    assert str(error.value) == (
-        "option 'cost' is arithmetic, but config.json has no hidden_size, d_model, dim or n_embd. "
-        "Use the cost tokens."
-    )
 
 
 def test_fixed_batch_is_omitted_and_dims_keep_their_order(bert, data):
     fixed = graph(dims("input_ids", 4, "T"), dims("attention_mask", 4, "T"))
-    profiles, _ = profiles_from_data(bert, fixed, data, BucketOptions(count=1))
+    profiles, _ = profiles_from_data(bert, fixed, data, count=1)
     assert [str(profile) for profile in profiles] == ["T=1:128:128"]
     named = graph(dims("input_ids", "N", "T"), dims("attention_mask", "N", "T"))
-    profiles, _ = profiles_from_data(bert, named, data, BucketOptions(count=1, batch="4"))
+    profiles, _ = profiles_from_data(bert, named, data, count=1, batch="4")
     assert [str(profile) for profile in profiles] == ["N=4,T=1:128:128"]
 
 
@@ -177,19 +147,18 @@ def test_graph_whose_dims_do_not_follow_from_texts_is_rejected(bert, data, input
             {"batch": "8:4:16"},
             "option 'batch' is '8:4:16': min 8 is above opt 4, expected 1 <= min <= opt <= max.",
         ),
-        ({"rows": 0}, "option 'rows' is 0, expected 1 or more."),
         ({"count": 0}, "option 'count' is 0, expected 1 or more."),
     ],
 )
 def test_invalid_options_are_rejected(bert, data, options, message):
     with pytest.raises(OptionError) as error:
-        profiles_from_data(bert, bert.manifest.graphs[0], data, BucketOptions(**options))
+        profiles_from_data(bert, bert.manifest.graphs[0], data, **options)
     assert str(error.value) == message
 
 
 def test_file_without_the_column_is_rejected(bert, data):
     with pytest.raises(InputError, match="no column 'review'"):
-        profiles_from_data(bert, bert.manifest.graphs[0], data, BucketOptions(column="review"))
+        profiles_from_data(bert, bert.manifest.graphs[0], data, column="review")
 
 
 def test_the_figure_names_each_bucket_and_its_padding(tmp_path):

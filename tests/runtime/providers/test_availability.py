@@ -158,7 +158,6 @@ def test_library_with_a_missing_dependency_reports_the_dependency(machine, provi
         ("xnnpack", "Build ONNX Runtime from source"),
         ("dnnl", "Build ONNX Runtime from source"),
         ("qnn", "pip install 'onnxruntime-qnn'"),
-        ("nnapi", "Choose a provider for this system"),
     ],
 )
 def test_unavailable_provider_names_the_package(machine, provider, words):

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import fields
 
 import onnxruntime as ort
 import pytest
@@ -14,17 +13,8 @@ import pytest
 from enginery.core.errors import OptionError
 from enginery.doctor.probe import ONE_OP_MODEL
 from enginery.runtime.providers.availability import provider_library
-from enginery.runtime.providers.known import CUDA
-from enginery.runtime.providers.options import (
-    CpuOptions,
-    CudaOptions,
-    TensorrtOptions,
-    TensorrtRtxOptions,
-    option_names,
-    parse_integer,
-    parse_size,
-    read_options,
-)
+from enginery.runtime.providers.known import CUDA, SHORT_NAMES
+from enginery.runtime.providers.options import CHECKED_OPTIONS, Number, parse_size, read_options
 
 
 @pytest.mark.parametrize(
@@ -39,7 +29,7 @@ from enginery.runtime.providers.options import (
         ("use_tf32", "perhaps", "found 'perhaps', expected true or false"),
         ("cudnn_conv_algo_search", "FAST", "expected EXHAUSTIVE, HEURISTIC or DEFAULT"),
         ("arena_extend_strategy", "kDouble", "expected kNextPowerOfTwo or kSameAsRequested"),
-        ("device_id", None, "has no value"),
+        ("device_id", None, "found no value"),
     ],
 )
 def test_invalid_value_names_the_expected_one(option, value, words):
@@ -60,41 +50,14 @@ def test_a_range_of_two_small_ends_is_named():
         ("2 GiB", 1 << 31),
         ("1.5 gib", 3 << 29),
         ("500 MB", 500_000_000),
-        ("2 * 1024 * 1024 * 1024", 1 << 31),
-        ("(1 << 30) + 2 ** 30", 1 << 31),
     ],
 )
-def test_sizes_are_read_with_units_and_as_calculations(text, size):
+def test_sizes_are_read_with_units(text, size):
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "9 ** 9 ** 9",
-        "2 ** -1",
-        "",
-        "GiB",
-        "1.5",
-        "0.3 B",
-        "1 // 0",
-        "2 ** 1000",
-        "1 << 100000",
-        "9" * 99,
-        "9" * 200,
-        "__import__('os').getpid()",
-        "len('aa')",
-        "[1][0]",
-        "True",
-        "1 if 1 else 2",
-        "x",
-        "1;2",
-        "(" * 50 + "1",
-    ],
-)
-def test_other_expressions_are_not_evaluated(text):
-    with pytest.raises(ValueError):  # noqa: PT011
-        parse_integer(text)
+@pytest.mark.parametrize("text", ["", "GiB", "1.5", "0.3 B", "2 * 1024", "True"])
+def test_other_texts_are_no_sizes(text):
     with pytest.raises(ValueError):  # noqa: PT011
         parse_size(text)
 
@@ -108,12 +71,21 @@ def test_options_of_other_providers_are_handed_on_as_they_are():
     }
 
 
-@pytest.mark.parametrize("kind", [CpuOptions, CudaOptions, TensorrtOptions, TensorrtRtxOptions])
-def test_every_default_is_a_value_that_the_option_takes(kind):
-    names = {CpuOptions: "cpu", CudaOptions: "cuda", TensorrtOptions: "tensorrt"}
-    provider = names.get(kind, "tensorrt-rtx")
-    given = {field.name: field.default for field in fields(kind)}
-    assert set(read_options(provider, given)) == set(option_names(provider))
+def a_value(kind):
+    """A value that an option of this kind takes."""
+    if isinstance(kind, Number):
+        return kind.minimum
+    return kind[0] if isinstance(kind, tuple) else {bool: False, str: "x"}[kind]
+
+
+@pytest.mark.parametrize("provider", ["cpu", "cuda", "tensorrt", "tensorrt-rtx"])
+def test_every_option_takes_a_value_of_its_kind(provider):
+    options = {name: a_value(kind) for name, kind in checked(provider).items()}
+    assert set(read_options(provider, options)) == set(options)
+
+
+def checked(provider):
+    return CHECKED_OPTIONS[SHORT_NAMES[provider]]
 
 
 @pytest.fixture
@@ -131,8 +103,7 @@ def tensorrts_parser(monkeypatch):
 
 
 def test_onnxruntimes_tensorrt_parser_takes_every_option_that_is_known(tensorrts_parser):
-    given = {field.name: field.default for field in fields(TensorrtOptions)}
-    texts = {name: value if value != "" else "x" for name, value in given.items()}
+    texts = {name: a_value(kind) for name, kind in checked("tensorrt").items()}
     del texts["user_compute_stream"]  # an address, which it follows
     tensorrts_parser(read_options("tensorrt", texts))
     with pytest.raises(RuntimeError, match="Invalid TensorRT EP option: trt_fp17_enable"):
@@ -218,9 +189,8 @@ def cudas_parser(tmp_path_factory):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the stand-ins are ELF libraries")
 def test_onnxruntimes_cuda_parser_takes_every_option_that_is_known(cudas_parser):
-    names = [name for name in option_names("cuda") if name != "device_id"]
-    defaults = {field.name: field.default for field in fields(CudaOptions)}
-    given = [read_options("cuda", {name: defaults[name]}) for name in names]
+    kinds = {name: kind for name, kind in checked("cuda").items() if name != "device_id"}
+    given = [read_options("cuda", {name: a_value(kind)}) for name, kind in kinds.items()]
     for options, said in zip(given, cudas_parser(*given), strict=True):
         assert "no library" not in said, "the stand-ins were not loaded"
         assert "provider option" not in said, (options, said)

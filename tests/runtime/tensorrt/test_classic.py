@@ -79,7 +79,6 @@ def test_network_is_strongly_typed_and_defaults_are_set(calls, graph):
     assert ("builder_optimization_level", 3) in calls
     assert ("hardware_compatibility_level", double.HardwareCompatibilityLevel.NONE) in calls
     assert ("build_serialized_network", frozenset({double.BuilderFlag.TF32})) in calls
-    assert not [call for call in calls if call[0] in ("max_aux_streams", "set_timing_cache")]
     assert (built.flavor, built.capabilities) == ("tensorrt", ("8.9",))
     assert built.tensorrt == double.VERSION
     assert built.plan == b"a plan of x"
@@ -91,32 +90,20 @@ def test_every_option_reaches_the_builder_before_it_builds(calls, graph):
     build(
         graph,
         workspace_bytes=1 << 20,
-        weight_streaming=True,
         optimization_level=5,
-        sparsity=True,
-        auxiliary_streams=2,
         hardware_compatibility="same-compute-capability",
-        version_compatible=True,
         tf32=False,
     )
-    flags = double.BuilderFlag
     names = [call[0] for call in calls]
     done = names.index("build_serialized_network")
-    assert calls[done][1] == {
-        flags.WEIGHT_STREAMING,
-        flags.SPARSE_WEIGHTS,
-        flags.VERSION_COMPATIBLE,
-    }
+    assert calls[done][1] == set()
     level = double.HardwareCompatibilityLevel.SAME_COMPUTE_CAPABILITY
     for call in (
-        ("max_aux_streams", 2),
         ("builder_optimization_level", 5),
         ("hardware_compatibility_level", level),
         ("set_memory_pool_limit", double.MemoryPoolType.WORKSPACE, 1 << 20),
     ):
         assert calls.index(call) < done
-    # The inspector loads the engine, which holds code of its own when it is version compatible.
-    assert calls[-1] == ("engine_host_code_allowed", True)
 
 
 def test_profiles_name_every_input(calls, graph):
@@ -143,16 +130,10 @@ def test_child_process_builds_with_it_too(calls, graph, tmp_path, monkeypatch):
     plan = tmp_path / "model.plan"
     built = build_plan(
         graph,
-        BuildRequest(
-            [BATCH],
-            flavor=CLASSIC,
-            capabilities=["8.9"],
-            options=BuildOptions(timing_cache=str(tmp_path / "timing.cache")),
-        ),
+        BuildRequest([BATCH], flavor=CLASSIC, capabilities=["8.9"]),
         plan_path=plan,
     )
     assert plan.read_bytes() == built.plan == b"a plan of x"
-    assert (tmp_path / "timing.cache").read_bytes() == double.HERE + b"kernel of x"
     assert [layer.precision for layer in built.layers] == ["int8", "fp16"]
 
 
@@ -170,57 +151,6 @@ def test_coverage_of_rejected_nodes_equals_the_other_flavor(calls, tmp_path):
     assert (found.total, found.taken, found.partitions) == (3, 2, 2)
     assert [refusal.node for refusal in found.refused] == ["fused"]
     assert not parse_onnx(path, flavor=CLASSIC, isolated=False).accepted
-
-
-def test_timing_cache_is_made_and_then_used_and_not_written_again(calls, graph, tmp_path):
-    path = tmp_path / "caches" / "timing.cache"
-    assert build(graph, timing_cache=str(path)).warnings == ("kernel tuning took long",)
-    assert path.read_bytes() == double.HERE + b"kernel of x"
-    before = path.stat()
-    build(graph, timing_cache=str(path))
-    assert path.stat().st_mtime_ns == before.st_mtime_ns
-    assert path.stat().st_ino == before.st_ino
-
-
-def test_timing_cache_keeps_concurrent_additions(calls, graph, tmp_path, monkeypatch):
-    path = tmp_path / "timing.cache"
-    path.write_bytes(double.HERE + b"kernel of old")
-    build_network = double.Builder.build_serialized_network
-
-    def slow(self, network, config):
-        path.write_bytes(double.HERE + b"kernel of old\nkernel of others")
-        return build_network(self, network, config)
-
-    monkeypatch.setattr(double.Builder, "build_serialized_network", slow)
-    build(graph, timing_cache=str(path))
-    assert path.read_bytes() == double.HERE + b"kernel of old\nkernel of others\nkernel of x"
-
-
-def test_timing_cache_of_another_gpu_is_neither_used_nor_changed(calls, graph, tmp_path):
-    path = tmp_path / "timing.cache"
-    path.write_bytes(b"NVIDIA A100, TensorRT 10.16.1\nkernel of x")
-    built = build(graph, timing_cache=str(path))
-    assert calls.count(("set_timing_cache", False)) == 1
-    assert "belongs to another TensorRT or GPU" in built.warnings[-1]
-    assert path.read_bytes() == b"NVIDIA A100, TensorRT 10.16.1\nkernel of x"
-    with pytest.raises(ProviderError, match="belongs to another TensorRT or GPU"):
-        build(graph, timing_cache=str(path), timing_cache_fixed=True)
-
-
-def test_fixed_timing_cache_is_only_read(calls, graph, tmp_path):
-    path = tmp_path / "timing.cache"
-    path.write_bytes(double.HERE + b"kernel of other")
-    build(graph, timing_cache=str(path), timing_cache_fixed=True)
-    assert ("set_timing_cache", True) in calls
-    assert path.read_bytes() == double.HERE + b"kernel of other"
-    path.unlink()
-    with pytest.raises(OptionError, match="is fixed, but is missing or empty"):
-        build(graph, timing_cache=str(path), timing_cache_fixed=True)
-
-
-def test_timing_cache_that_is_a_directory_is_an_error(calls, graph, tmp_path):
-    with pytest.raises(OptionError, match="cannot be used: Is a directory"):
-        build(graph, timing_cache=str(tmp_path))
 
 
 def test_layers_come_from_the_inspector(calls, graph):

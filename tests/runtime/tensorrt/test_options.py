@@ -63,12 +63,8 @@ def test_version_is_read_without_loading_tensorrt(monkeypatch):
     ("changes", "words"),
     [
         ({"optimization_level": 5}, "is 5, but the optimization level has no effect"),
-        ({"sparsity": True}, "sparsity has no effect"),
-        ({"auxiliary_streams": 2}, "the number of auxiliary streams has no effect"),
         ({"hardware_compatibility": "ampere-plus"}, "hardware compatibility has no effect"),
-        ({"version_compatible": True}, "version compatibility has no effect"),
         ({"tf32": False}, "TF32 has no effect"),
-        ({"timing_cache": "t.cache"}, "a timing cache has no effect"),
     ],
 )
 def test_option_that_rtx_lacks_is_an_error_naming_the_other_flavor(changes, words):
@@ -86,8 +82,6 @@ def test_option_that_rtx_lacks_is_an_error_naming_the_other_flavor(changes, word
         ({"optimization_level": 6}, "'optimization_level' is 6, expected 0 to 5"),
         ({"optimization_level": -1}, "'optimization_level' is -1, expected 0 to 5"),
         ({"workspace_bytes": 0}, "'workspace_bytes' is 0, expected 1 or more"),
-        ({"auxiliary_streams": -2}, "'auxiliary_streams' is -2, expected 0 or more"),
-        ({"timing_cache_fixed": True}, "'timing_cache_fixed' is set, but 'timing_cache' is not"),
     ],
 )
 def test_value_that_means_nothing_is_an_error(changes, words):
@@ -193,7 +187,6 @@ def test_key_of_rtx_has_exactly_the_fields_that_change_plans(monkeypatch):
         "profiles": "batch=1:8:32; batch=1",
         "verbosity": "detailed",
         "workspace_bytes": str(8 << 30),
-        "weight_streaming": "false",
     }
     changed = [
         fields(capabilities=("8.9", "12.0")),
@@ -202,7 +195,6 @@ def test_key_of_rtx_has_exactly_the_fields_that_change_plans(monkeypatch):
         fields(profiles=PROFILES[:1]),
         fields(profiles=[]),
         fields(workspace_bytes=1 << 30),
-        fields(weight_streaming=True),
     ]
     monkeypatch.setattr(engine_key, "tensorrt_version", lambda flavor: "1.7.1.117")
     changed.append(fields())
@@ -227,13 +219,9 @@ def test_key_of_classic_has_the_gpu_and_how_it_searches(classic, gpu, monkeypatc
     )
     changed = [
         fields(CLASSIC, optimization_level=5),
-        fields(CLASSIC, sparsity=True),
-        fields(CLASSIC, auxiliary_streams=0),
         fields(CLASSIC, hardware_compatibility="ampere-plus"),
-        fields(CLASSIC, version_compatible=True),
         fields(CLASSIC, tf32=False),
         fields(CLASSIC, workspace_bytes=1 << 30),
-        fields(CLASSIC, weight_streaming=True),
         fields(CLASSIC, profiles=[]),
     ]
     gpu(replace(L4, name="NVIDIA L40S"))
@@ -243,23 +231,6 @@ def test_key_of_classic_has_the_gpu_and_how_it_searches(classic, gpu, monkeypatc
     changed.append(fields(CLASSIC))
     keys = {str(key) for key in (found, *changed)}
     assert len(keys) == len(changed) + 1
-
-
-def test_timing_cache_counts_by_its_content_where_it_is_fixed(classic, tmp_path):
-    """One that grows would change the key with every build."""
-    path = tmp_path / "timing.cache"
-    plain = fields(CLASSIC)
-    assert fields(CLASSIC, timing_cache=str(path)) == plain
-    with pytest.raises(OptionError, match="is fixed, but is missing"):
-        fields(CLASSIC, timing_cache=str(path), timing_cache_fixed=True)
-    path.write_bytes(b"one")
-    one = fields(CLASSIC, timing_cache=str(path), timing_cache_fixed=True)
-    path.write_bytes(b"two")
-    two = fields(CLASSIC, timing_cache=str(path), timing_cache_fixed=True)
-    assert len({plain["timing_cache"], one["timing_cache"], two["timing_cache"]}) == 3
-    (tmp_path / "elsewhere").write_bytes(b"two")
-    moved = fields(CLASSIC, timing_cache=str(tmp_path / "elsewhere"), timing_cache_fixed=True)
-    assert moved == two
 
 
 @needs_rtx

@@ -373,18 +373,6 @@ def test_plan_is_written_to_a_file_and_read_on_access(tmp_path, isolated):
 
 
 @needs_tensorrt
-def test_weight_streaming_changes_the_plan(tmp_path):
-    constants = {"w": np.ones((WIDTH, WIDTH), np.float32)}
-    path = save_graph(tmp_path / "m.onnx", [node("MatMul", "x w", "y", name="m")], constants)
-    plain, again, streamed = (
-        build_plan(path, BuildRequest([BATCH], options=BuildOptions(weight_streaming=wanted))).plan
-        for wanted in (False, False, True)
-    )
-    assert plain == again  # of a graph as small as this one
-    assert streamed != plain
-
-
-@needs_tensorrt
 def test_option_that_the_flavor_lacks_stops_before_the_build(tmp_path):
     path = save_graph(tmp_path / "r.onnx", [node("Relu", "x", "y")])
     with pytest.raises(OptionError, match="the optimization level has no effect in TensorRT for"):

@@ -1,1 +1,0 @@
-"""Predict on a Ray cluster."""
