@@ -242,17 +242,13 @@ class KserveKeywords(TypedDict, total=False):
     """The options of `export_kserve`, see `KserveConfig`."""
 
     storage_uri: str
-    runtime: Literal["enginery", "triton"]
-    name: str
-    model_name: str
     image: str
+    name: str
     provider: Literal["auto", "cuda", "cpu", "tensorrt", "tensorrt-rtx"]
     gpus: int
     cpu: str
     memory: str
-    min_replicas: int
-    max_replicas: int
-    service_account: str
+    replicas: int
     allow_failed: bool
 
 

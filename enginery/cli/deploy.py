@@ -49,7 +49,7 @@ def export_kserve(
     config: Annotated[KserveConfig, Parameter(name="*")],
     output: Output = OUTPUT,
 ) -> None:
-    """Write the manifest of a KServe InferenceService that runs `enginery serve` or Triton.
+    """Write the manifest of a KServe InferenceService that runs `enginery serve`.
 
     Parameters
     ----------

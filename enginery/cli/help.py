@@ -106,7 +106,7 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
     ),
     "export-kserve": (
         "enginery export-kserve build/minilm kserve --storage-uri s3://models/a --image IMAGE",
-        "enginery export-kserve build/minilm kserve --storage-uri s3://models/a --runtime triton",
+        "enginery export-kserve build/minilm kserve --storage-uri oci://a/b --image IMAGE --gpus 2",
     ),
     "store": (
         "enginery store list",

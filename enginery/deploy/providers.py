@@ -13,9 +13,6 @@ from enginery.core.errors import OptionError
 DeployProvider = Literal["auto", "cuda", "cpu", "tensorrt", "tensorrt-rtx"]
 TENSORRT_PROVIDERS = ("tensorrt", "tensorrt-rtx")
 """The providers that run TensorRT's engines; their names are those of the engines' flavors."""
-TRITON_LACKS_RTX = (
-    "option 'provider' is tensorrt-rtx, but Triton's ONNX Runtime has no TensorRT for RTX."
-)
 _AUTO = "Leave out --provider for the one that the artifact is made for."
 
 

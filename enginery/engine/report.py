@@ -22,8 +22,8 @@ _FIRST_PROFILE = (
     "profile gets its own engine"
 )
 _ONLY_CLASSIC = (
-    "engines of TensorRT for RTX run in load_model, predict and `enginery serve`; Triton and "
-    "KServe's Triton runtime load only those of classic TensorRT: on the server's GPU, build with "
+    "engines of TensorRT for RTX run in load_model, predict and `enginery serve`; Triton "
+    "loads only those of classic TensorRT: on the server's GPU, build with "
     "--flavor tensorrt --capability current and the same profiles"
 )
 _NOT_LISTED = (

@@ -272,8 +272,7 @@ def _find_provider_problem(
             )
         except OptionError as error:
             return error.message, error.do
-        serves = stage == "export-kserve" and options.runtime == "enginery"
-        if serves and provider in TENSORRT_PROVIDERS:
+        if stage == "export-kserve" and provider in TENSORRT_PROVIDERS:
             flavors = TENSORRT_PROVIDERS if options.provider == "auto" else (provider,)
     if flavors and artifact.engines.isdisjoint(flavors):
         titles = " or ".join(FLAVORS[flavor].title for flavor in flavors)

@@ -89,7 +89,7 @@ def ship(artifact: Artifact, path: Path) -> None:
     assert_type(publish_model(artifact, "file:///models", layout="hub"), Published)
     assert_type(pull_model("file:///models/a/1", path), Artifact)
     assert_type(export_triton(artifact, path, max_batch_size=8), TritonExport)
-    assert_type(export_kserve(artifact, path, storage_uri="pvc://models"), KserveExport)
+    assert_type(export_kserve(artifact, path, storage_uri="pvc://models", image="a"), KserveExport)
     predict_file(artifact, "in.csv", path, activation="relu")  # type: ignore[arg-type]
     publish_model(artifact, "file:///models", private="no")  # type: ignore[arg-type]
     pull_model("file:///models/a/1", path, trust=True)  # type: ignore[call-arg]

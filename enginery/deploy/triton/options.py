@@ -8,7 +8,7 @@ from typing import Literal
 
 from enginery.core.errors import OptionError, join_problems
 from enginery.core.paths import is_portable_name
-from enginery.deploy.providers import TRITON_LACKS_RTX, DeployProvider
+from enginery.deploy.providers import DeployProvider
 
 Backend = Literal["onnxruntime", "tensorrt"]
 _OTHERS = ("cuda", "cpu")
@@ -74,7 +74,8 @@ class TritonConfig:
     def _problems(self) -> Iterator[OptionError]:
         if self.provider == "tensorrt-rtx":
             yield OptionError(
-                TRITON_LACKS_RTX,
+                "option 'provider' is tensorrt-rtx, but Triton's ONNX Runtime has no TensorRT for "
+                "RTX.",
                 do="For Triton, build on the server's GPU: enginery build ARTIFACT --flavor "
                 "tensorrt --capability current. Engines for RTX run in `enginery serve`.",
                 option="provider",
