@@ -25,7 +25,7 @@ from oras.container import Container
 from oras.provider import Registry
 
 from enginery.core.errors import ArtifactError, RegistryError, printable
-from enginery.publish.targets.oci.image import MANIFEST, Blob, ImageLayer, digest_of
+from enginery.publish.targets.oci.image import MANIFEST, Blob, PackedLayer, digest_of
 
 MAX_RESPONSE_BYTES = 4 * 2**20
 """Maximum size of any response except a blob. The distribution specification requires registries to
@@ -101,7 +101,7 @@ class OciClient:
         self._check(response)
         return True
 
-    def upload(self, blob: Blob | ImageLayer) -> None:
+    def upload(self, blob: Blob | PackedLayer) -> None:
         """Upload a blob as a stream; start again if the connection breaks.
 
         Raises:

@@ -16,40 +16,42 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shutil
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from enginery.core.errors import OptionError, RegistryError
 from enginery.core.extras import require_packages
 from enginery.core.home import enginery_home, file_lock, note_made
 from enginery.core.progress import Progress
+from enginery.core.table import human_bytes
 from enginery.core.trust.resource_limits import ResourceLimits
 from enginery.publish.config import LATEST, PublishConfig
 from enginery.publish.destination import Published
-from enginery.publish.package import CONTENT, Package
+from enginery.publish.package import Package
+from enginery.publish.publication import LISTING
 from enginery.publish.targets.oci.image import (
     TITLE,
     VERSION,
     Image,
+    ImageManifest,
+    Layer,
     build_image,
     digest_of,
-)
-from enginery.publish.targets.oci.layers import (
-    REMEDY,
-    annotation,
-    check_layer,
-    parse_descriptor,
-    parse_json_object,
-    parse_layers,
+    foreign_image,
+    layers_of,
     read_listing,
-    unpack,
 )
 
 if TYPE_CHECKING:
     from enginery.publish.targets.oci.client import OciClient
 
+REMEDY = (
+    "It cannot be trusted. A registry does not accept a layer again that it already has: delete it "
+    "there, or use another registry, and publish the artifact again."
+)
 # Repositories and tags according to the distribution specification 1.1.
 _PART = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
 _ADDRESS = re.compile(
@@ -127,21 +129,18 @@ class OciRegistry:
         # Registries have no atomic compare-and-set; the lock serializes writers of this machine.
         with file_lock(f"oci-{lock_key[:32]}"):
             manifest = client.manifest(tag)
-            existing = {} if manifest is None else parse_json_object(manifest, self.url)
-            # An image, and not the index of several that enginery made at first.
-            is_same = annotation(existing, CONTENT) == package.content_sha256 and (
-                "config" in existing
-            )
+            existing = ImageManifest.read(manifest)
+            is_same = existing is not None and existing.content_sha256 == package.content_sha256
             if manifest and not is_same:
                 self._require_movable(tag, existing, package, config)
                 notes.append(f"{tag} pointed to {digest_of(manifest)} before")
             self._check_alias(client, config.alias)
             is_new = not is_same and client.manifest(image.manifest.digest) is None
-            lost = missing_blobs(client, existing, self.url) if is_same else ""
+            lost = missing_blobs(client, existing) if existing and is_same else ""
             if lost:
                 progress.say(f"publish: uploading {tag} again, the registry has lost {lost}")
             # A tag that becomes a version gets a manifest that is marked as one.
-            is_marked = not config.version or annotation(existing, VERSION) == tag
+            is_marked = not config.version or _is_version(existing, tag)
             if not (manifest and is_same and is_marked) or lost:
                 manifest = image.manifest.content
                 self._upload(client, image, package, progress)
@@ -164,37 +163,42 @@ class OciRegistry:
             ArtifactError: a layer is not the tar of its files; the message names it.
         """
         client = self._connect()
-        document = self._manifest(client)
-        layers = parse_layers(document, self.url)
-        digest, _ = parse_descriptor(document.get("config"), self.url)
-        sizes = read_listing(client.config(digest), out, self.url)
+        manifest = self._manifest(client)
+        sizes = read_listing(client.config(manifest.config.digest), out, self.url)
+        layers = layers_of(sizes)
+        expected = [layer.size_bytes for layer in layers]
+        if (found := [descriptor.size for descriptor in manifest.layers]) != expected:
+            raise RegistryError(
+                f"{self.url}: the layers have {found} bytes, expected {expected} for the files in "
+                f"{LISTING}.",
+                do=REMEDY,
+            )
         home = enginery_home()
         pulls = home / "pulls"
         pulls.mkdir(parents=True, exist_ok=True)
-        total_bytes = sum(layer.size_bytes for layer in layers)
-        deadline = time.monotonic() + ResourceLimits.of_pull(size_bytes=total_bytes).seconds
+        deadline = time.monotonic() + ResourceLimits.of_pull(size_bytes=sum(expected)).seconds
         with progress.task(f"downloading {self.url}", len(layers)) as advance:
-            for layer in layers:
-                hexdigits = layer.digest.removeprefix("sha256:")
+            for layer, digest in zip(layers, (d.digest for d in manifest.layers), strict=True):
+                hexdigits = digest.removeprefix("sha256:")
                 path = pulls / f"{hexdigits}.tar"
-                check_layer(layer, sizes, pulls, self.url)
+                require_space(layer, pulls, self.url)
                 note_made(path, home)
                 with file_lock(f"pull-{hexdigits[:32]}"):
-                    client.download(layer.digest, path, layer.size_bytes, deadline=deadline)
+                    client.download(digest, path, layer.size_bytes, deadline=deadline)
                     try:
-                        unpack(path, out, layer, sizes, self.url)
+                        layer.unpack(path, out, self.url, do=REMEDY)
                     finally:  # unpacked or invalid
                         path.unlink(missing_ok=True)
                 advance()
         return out
 
     def _require_movable(
-        self, tag: str, existing: dict[str, Any], package: Package, config: PublishConfig
+        self, tag: str, existing: ImageManifest | None, package: Package, config: PublishConfig
     ) -> None:
         """Raise RegistryError if a tag with other content is a version, or would become one."""
-        if not config.version and annotation(existing, VERSION) != tag:
+        if not config.version and not _is_version(existing, tag):
             return
-        content = annotation(existing, CONTENT)[:12] or "an image without a content digest"
+        content = existing.content_sha256[:12] if existing else "an image without a content digest"
         raise RegistryError(
             f"oci://{self.host}/{self.repository}:{tag} exists with other content than "
             f"{package.name}: found {content}, expected {package.content_sha256[:12]}.",
@@ -203,8 +207,7 @@ class OciRegistry:
 
     def _check_alias(self, client: OciClient, alias: str) -> None:
         """Raise RegistryError if an alias is the name of a version."""
-        manifest = client.manifest(alias) if alias else None
-        if manifest and annotation(parse_json_object(manifest, self.url), VERSION) == alias:
+        if alias and _is_version(ImageManifest.read(client.manifest(alias)), alias):
             raise RegistryError(
                 f"alias '{alias}' is the name of a version of {self.repository}.",
                 do="Choose another --alias: a version is never moved.",
@@ -222,11 +225,12 @@ class OciRegistry:
         if not client.has_blob(image.config.digest):
             client.upload(image.config)
 
-    def _manifest(self, client: OciClient) -> dict[str, Any]:
+    def _manifest(self, client: OciClient) -> ImageManifest:
         """Return the image manifest that the address names."""
-        content = client.manifest(self.digest or self.tag or LATEST)
-        if content:
-            return parse_json_object(content, self.url)
+        if content := client.manifest(self.digest or self.tag or LATEST):
+            if manifest := ImageManifest.read(content):
+                return manifest
+            raise foreign_image(self.url)
         tags = ", ".join(client.tags()) or "none"
         name = self.digest or self.tag or LATEST
         raise RegistryError(
@@ -235,12 +239,24 @@ class OciRegistry:
         )
 
 
-def missing_blobs(client: OciClient, document: dict[str, Any], label: str) -> str:
+def require_space(layer: Layer, directory: Path, label: str) -> None:
+    """Raise RegistryError if a layer is larger than the free space of the directory's disk."""
+    free = shutil.disk_usage(directory).free
+    if layer.size_bytes > free:
+        raise RegistryError(
+            f"{label}: the layer {layer.title} has {human_bytes(layer.size_bytes)}, and "
+            f"{directory} has {human_bytes(free)} free.",
+            do="Free disk space, or set ENGINERY_HOME to a directory on another disk.",
+        )
+
+
+def _is_version(manifest: ImageManifest | None, tag: str) -> bool:
+    """Return True if a tag was set with --version, so that it is never moved."""
+    return manifest is not None and manifest.annotations.get(VERSION) == tag
+
+
+def missing_blobs(client: OciClient, manifest: ImageManifest) -> str:
     """Return the titles or digests of lost blobs of an image; empty if it is complete."""
-    layers = document.get("layers")
-    lost = []
-    for blob in [document.get("config"), *(layers if isinstance(layers, list) else [])]:
-        digest, _ = parse_descriptor(blob, label)
-        if not client.has_blob(digest):
-            lost.append(annotation(blob, TITLE) or digest)
-    return ", ".join(lost)
+    blobs = (manifest.config, *manifest.layers)
+    lost = [blob for blob in blobs if not client.has_blob(blob.digest)]
+    return ", ".join(blob.annotations.get(TITLE) or blob.digest for blob in lost)
