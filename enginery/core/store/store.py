@@ -46,8 +46,8 @@ _KEY_DIGITS = 16
 _MOST_CHANGES = 4
 """Fields by which the nearest earlier entry may differ; with more it is of something else."""
 _MAX_AGE_SECONDS = 30 * 24 * 3600
-_FILES_BY_AGE = {"logs": 100_000_000, "pulls": 10_000_000_000}
-"""Folders of files that `prune` removes by age -> the size that stays at most, in bytes."""
+_LOGS = "logs"
+_MAX_LOG_BYTES = 100_000_000
 _ENTRY_NAME = re.compile(rf"[a-z][a-z-]*-.+-[0-9a-f]{{{_KEY_DIGITS}}}")
 """The form of an entry's name: stage, readable name, key."""
 _NAME_LENGTH = 64  # file systems allow 255 with the stage, the key and a staging prefix
@@ -162,7 +162,7 @@ class Store:
     ) -> list[StoreEntry]:
         """Remove damaged entries and leftovers, then the least recently used; return the removed.
 
-        Entries that another process is building are kept. Old logs and downloads are removed, too.
+        Entries that another process is building are kept. Old logs are removed, too.
         What the store did not make is kept, and so is what is behind a link.
 
         Args:
@@ -191,14 +191,14 @@ class Store:
                     if _ENTRY_NAME.fullmatch(name):
                         remove_leftovers(root, name, on_removed)
             names = names_made(self.home)
-            for folder_name, max_bytes in _FILES_BY_AGE.items():
+            logs = self.home / _LOGS
+            if not logs.is_symlink():
                 files = [
                     path
-                    for path in list_directory(self.home / folder_name)
-                    if f"{folder_name}/{path.name}" in names and not path.is_symlink()
+                    for path in list_directory(logs)
+                    if f"{_LOGS}/{path.name}" in names and not path.is_symlink()
                 ]
-                if not (self.home / folder_name).is_symlink():
-                    _remove_oldest(files, max_bytes, on_removed)
+                _remove_oldest(files, _MAX_LOG_BYTES, on_removed)
         return removed
 
     def _remove(self, entry: StoreEntry) -> bool:

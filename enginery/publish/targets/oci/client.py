@@ -135,7 +135,7 @@ class OciClient:
     def download(
         self, digest: str, path: Path, size_bytes: int, *, deadline: float = math.inf
     ) -> None:
-        """Download a blob to `path`; resume an earlier download.
+        """Download a blob to `path`; resume after a broken connection.
 
         Args:
             digest: `sha256:…`. The caller has to verify it.
@@ -181,8 +181,7 @@ class OciClient:
         return RegistryError(
             f"the registry {self.host} is too slow: a blob of {size_bytes} bytes was not complete "
             "when the time for the pull was over.",
-            do="Run the same command again: it resumes. ENGINERY_TIME_LIMIT_SECONDS sets the time "
-            "(0 is no limit).",
+            do="ENGINERY_TIME_LIMIT_SECONDS sets the time (0 is no limit).",
         )
 
     def _challenge(self) -> str:

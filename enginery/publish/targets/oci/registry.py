@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING
 
 from enginery.core.errors import OptionError, RegistryError
 from enginery.core.extras import require_packages
-from enginery.core.home import enginery_home, file_lock, note_made
+from enginery.core.home import file_lock
 from enginery.core.progress import Progress
+from enginery.core.scratch import PREFIX
 from enginery.core.table import human_bytes
 from enginery.core.trust.resource_limits import ResourceLimits
 from enginery.publish.config import LATEST, PublishConfig
@@ -155,8 +156,6 @@ class OciRegistry:
     def pull(self, out: Path, progress: Progress) -> Path:
         """Download the layers and unpack them into `out`; the caller verifies every file.
 
-        Layers are downloaded to `$ENGINERY_HOME/pulls`, so that a pull can be resumed.
-
         Raises:
             RegistryError: the registry cannot be reached, rejects the request, or has no such
                 image published by enginery.
@@ -173,22 +172,14 @@ class OciRegistry:
                 f"{LISTING}.",
                 do=REMEDY,
             )
-        home = enginery_home()
-        pulls = home / "pulls"
-        pulls.mkdir(parents=True, exist_ok=True)
+        path = out / f"{PREFIX}layer.tar"
         deadline = time.monotonic() + ResourceLimits.of_pull(size_bytes=sum(expected)).seconds
         with progress.task(f"downloading {self.url}", len(layers)) as advance:
             for layer, digest in zip(layers, (d.digest for d in manifest.layers), strict=True):
-                hexdigits = digest.removeprefix("sha256:")
-                path = pulls / f"{hexdigits}.tar"
-                require_space(layer, pulls, self.url)
-                note_made(path, home)
-                with file_lock(f"pull-{hexdigits[:32]}"):
-                    client.download(digest, path, layer.size_bytes, deadline=deadline)
-                    try:
-                        layer.unpack(path, out, self.url, do=REMEDY)
-                    finally:  # unpacked or invalid
-                        path.unlink(missing_ok=True)
+                require_space(layer, out, self.url)
+                client.download(digest, path, layer.size_bytes, deadline=deadline)
+                layer.unpack(path, out, self.url, do=REMEDY)
+                path.unlink()
                 advance()
         return out
 
@@ -246,7 +237,7 @@ def require_space(layer: Layer, directory: Path, label: str) -> None:
         raise RegistryError(
             f"{label}: the layer {layer.title} has {human_bytes(layer.size_bytes)}, and "
             f"{directory} has {human_bytes(free)} free.",
-            do="Free disk space, or set ENGINERY_HOME to a directory on another disk.",
+            do="Free disk space, or pull to a directory on another disk.",
         )
 
 
