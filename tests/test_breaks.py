@@ -3,7 +3,7 @@
     $ python -m pytest -m slow tests/test_breaks.py -k validate    # those of enginery/validate
 
 A suite that becomes faster must notice what it noticed before. So run this after tests were removed
-or made smaller, and name the test that notices a break now. Each break is made in a copy of the package.
+or made smaller, and name the test that notices a break now. Each break is made in a copy.
 """
 
 from __future__ import annotations

@@ -25,9 +25,10 @@ from enginery.runtime.tensorrt.library import has_tensorrt
 from enginery.validate import stage as validate
 from enginery.validate.config import ValidateConfig
 from tests.core.artifacts import verdict
-from tests.engine.conftest import Said, build_config
+from tests.engine.conftest import build_config
 from tests.engine.products import PROFILE, artifact_of, product
 from tests.passes.onnx_graphs import WIDTH, node, quantized_constants, quantized_product
+from tests.progress import Said
 from tests.tiny import TEXT
 
 pytestmark = pytest.mark.skipif(not has_tensorrt(), reason="pip install 'enginery[tensorrt-rtx]'")

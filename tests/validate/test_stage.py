@@ -20,11 +20,11 @@ from enginery.core.errors import (
     ShapeError,
     SourceError,
 )
-from enginery.core.progress import Silent
 from enginery.reports.validation import OutputMetrics, ValidationCaseResult, ValidationReport
 from enginery.validate.config import ValidateConfig
 from enginery.validate.stage import fingerprint
 from enginery.validate.verdict import all_passed
+from tests.progress import Said
 from tests.sounds import chirp, wav
 from tests.tolerances import SCORES
 from tests.validate.faults import edits as faults
@@ -315,24 +315,13 @@ def test_damaged_tokenizer_is_noted_and_answers_nothing(exported, copied):
     assert failed.problem in report.summary
 
 
-# Graphs
-
-
 # Verdicts
 
 
-class Listener(Silent):
-    def __init__(self):
-        self.said = []
-
-    def say(self, message):
-        self.said.append(message)
-
-
 def said_by(run):
-    listener = Listener()
-    run(listener)
-    return " ".join(listener.said)
+    said = Said()
+    run(said)
+    return " ".join(said.messages)
 
 
 def test_second_validation_uses_the_verdict_until_something_changes(exported, copied, tmp_path):
