@@ -57,15 +57,6 @@ def flip_sign(model):
     change_weight(model, lambda array: np.negative(array[1, 2], out=array[1, 2, ...]))
 
 
-def flip_bit(model):
-    """Flip the lowest exponent bit of one element, which doubles or halves it."""
-
-    def change(array):
-        array.view(np.uint32)[2, 1] ^= 1 << 23
-
-    change_weight(model, change)
-
-
 def put_nan(model):
     def change(array):
         array[0, 0] = np.nan
@@ -129,23 +120,6 @@ def logarithm(output):
     return lambda model: after(
         model.graph, output, lambda before: [helper.make_node("Log", [before], ["out"])]
     )
-
-
-def replaced_by_constant(output, value):
-    """Replace the output by a constant of its shape."""
-
-    def nodes(before):
-        return [
-            helper.make_node("Shape", [before], ["its_shape"]),
-            helper.make_node(
-                "ConstantOfShape",
-                ["its_shape"],
-                ["out"],
-                value=numpy_helper.from_array(np.float32([value])),
-            ),
-        ]
-
-    return lambda model: after(model.graph, output, nodes)
 
 
 def cast(output, element_type):
