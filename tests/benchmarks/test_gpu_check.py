@@ -432,21 +432,6 @@ def test_answers_of_a_server_are_compared_with_load_model(work, exported, monkey
     ]
 
 
-@pytest.mark.more
-def test_process_of_a_server_that_is_killed_loses_its_own_connections_only(work, exported):
-    given = served_model(work, exported)
-    with ExitStack() as stack:
-        shared = serve.SharedServer(given, stack, "--processes", "2")
-        for turn in range(8):  # one process may have accepted all connections
-            given.case(str(turn), lambda: serve._kill(given, shared))
-            if checks_of(given):
-                break
-    (check,) = checks_of(given)
-    assert check["passed"], check["found"]
-    (record,) = [c["killed"] for c in given.record["cases"].values() if "killed" in c]
-    assert 0 < record["connections"] == record["lost"] < 16
-
-
 def test_sentence_transformers_is_compared_in_an_environment_of_its_own(
     work, exported, monkeypatch, tmp_path
 ):
@@ -813,24 +798,6 @@ def test_copied_artifacts_are_reused_with_their_own_weights(work, exported, monk
     assert "onnx" not in again.results.artifacts("bert-base")
 
 
-@pytest.mark.more
-def test_carried_models_are_used_and_none_is_made(work, exported, monkeypatch):
-    for stage in ("export_model", "optimize_model"):
-        monkeypatch.setattr(models, stage, None)
-    given = work("models:gpt2", reuse=True, carried=True)
-    models.run(given)
-    (failed,) = checks_of(given)
-    assert "has no artifact of gpt2" in failed["found"]
-
-    made = exported("gpt2", "text-generation-with-past")
-    shutil.rmtree(given.models / "gpt2-tiny-source", ignore_errors=True)
-    shutil.copytree(made.manifest.source.id, given.models / "gpt2-tiny-source")
-    made.copy_to(given.models / "gpt2-fp16")
-    again = work("models:gpt2", reuse=True, carried=True)
-    models.run(again)
-    assert set(again.results.artifacts("gpt2")) == {"source", "fp16"}
-
-
 def test_carried_models_need_their_directory(capsys):
     assert command.main(["--device", "cpu", "--quick", "--carried"]) == 2
     assert "--models DIR" in capsys.readouterr().err
@@ -852,11 +819,3 @@ def test_error_in_a_case_is_a_failed_check(work):
         "there is none. Install it.",
         "KeyError: 'logits'",
     ]
-
-
-def test_full_run_has_every_shape_once_those_with_goals_first():
-    full = settings_for(quick=False)
-    assert full.points[:2] == tuple(at for at, _ in goals.OVER_EAGER)
-    assert sorted(full.points) == [(1, 16), (1, 128), (8, 128), (32, 128), (32, 512)]
-    assert len(full.images) == 12
-    assert results.slug("NVIDIA H200") == "nvidia-h200"

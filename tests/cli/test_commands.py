@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from enginery import Artifact, export_model, validate_model
+from enginery import Artifact
 from enginery.bench.config import BenchConfig
 from enginery.cli import COMMANDS as MODULES
 from enginery.cli import commands, main
@@ -647,46 +647,6 @@ def test_images_are_asked_by_path_alone(cli, tiny_model, tmp_path):
 
 
 # A terminal
-
-
-@pytest.mark.slow
-def test_terminal_shows_the_worst_case_of_each_output_and_v_shows_all(tiny_model):
-    model = str(tiny_model("t5", "text2text-generation"))
-    artifact = export_model(model, task="text2text-generation-with-past")
-    report = validate_model(artifact)
-    cases = sum(len(case.outputs) for case in report.cases)
-    graphs = artifact.manifest.graphs
-    kinds = sum(len({re.sub("[0-9]", "", spec.name) for spec in g.outputs}) for g in graphs)
-
-    shown = on_terminal("validate", artifact.path).out
-    assert shown.count(" ok") == kinds < cases / 5
-    for graph in graphs:
-        assert f"{graph.file} against PyTorch" in shown
-    assert "present.*.decoder.key  " in shown, "not folded"
-    assert f"{report.worst()[1].max_abs:.1e}" in shown
-    assert on_terminal("validate", artifact.path, "-v").out.count(" ok") == cases
-    assert in_pipe("validate", artifact.path).out.count(" ok") == cases
-
-
-def test_validation_table_says_what_failed_and_what_was_not_compared(exported):
-    report = validate_model(exported("bert", "text-classification"))
-    first, second, third, *rest = report.cases
-    (output,) = first.outputs
-    wrong = dataclasses.replace(output, max_abs=2 * output.limit, problem="largest error …")
-    cases = [
-        dataclasses.replace(first, outputs=[wrong]),
-        dataclasses.replace(second, outputs=[], problem="ONNX Runtime fails"),
-        dataclasses.replace(third, outputs=[], skipped="too long for PyTorch"),
-        *rest,
-    ]
-    report = dataclasses.replace(report, cases=cases)
-    (worst,) = report.tables()
-    assert [row["verdict"] for row in worst.rows] == ["failed", "ONNX Runtime fails"]
-    assert worst.rows[0]["worst input"] == f"{first.kind}: {first.name}"
-    (every,) = report.tables(every=True)
-    assert len(every.rows) == len(report.cases)
-    assert "skipped: too long for PyTorch" in [row["verdict"] for row in every.rows]
-    assert "skipped: 1 inputs that PyTorch rejects or no engine takes" in report.lines()
 
 
 @pytest.mark.more

@@ -544,27 +544,6 @@ def test_a_copy_takes_nothing_that_the_manifest_does_not_name(tmp_path):
     }
 
 
-@pytest.mark.parametrize("killed_at", ["manifest.json", "validate.json", "second manifest.json"])
-def test_annotate_that_is_killed_leaves_a_whole_artifact(tmp_path, monkeypatch, killed_at):
-    """The earlier verdict stays, so that a failed artifact does not pass for one that did not."""
-    artifact = reported(tmp_path).annotate(verdict(passed=False), b'{"passed": false}')
-    replace, seen = os.replace, []
-
-    def killed(source, target):
-        seen.append(f"second {target.name}" if target.name in seen else target.name)
-        if seen[-1] == killed_at:
-            raise KeyboardInterrupt
-        replace(source, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("enginery.core.scratch.os.replace", killed)
-        with pytest.raises(KeyboardInterrupt):
-            artifact.annotate(verdict(), b'{"passed": true}')
-    opened = Artifact.open(artifact.path, verify=True)
-    assert opened.failed_verdict() == artifact.failed_verdict()
-    assert opened.annotate(verdict(), b"{}").failed_verdict() is None
-
-
 @pytest.mark.more
 def test_opening_while_another_process_writes_reports_finds_no_damage(tmp_path):
     artifact = reported(tmp_path)
