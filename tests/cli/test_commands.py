@@ -600,6 +600,19 @@ def test_build_without_a_gpu_says_which_capabilities_there_are(cli, engine_words
 
 
 @pytest.mark.more
+def test_a_run_whose_check_failed_answers_nothing_unless_allowed(cli, tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))  # the verdict is not for others
+    strict = {"validate": {"max_abs_error": 1e-12, "seed": 5}}
+    export = {"export": {"task": "text-classification"}}
+    path = recipe(tmp_path / "r.yaml", tiny, export, strict, ask=["hello"])
+    status, out, err = cli("run", path, "--json")
+    assert (status, json.loads(out)["answers"]) == (1, [])
+    assert "failed its validation" in err
+    status, out, _ = cli("run", path, "--allow-failed", "--json")
+    assert (status, len(json.loads(out)["answers"])) == (1, 1)
+
+
+@pytest.mark.more
 def test_builtin_sentences_wear_the_models_own_mask(cli, tiny_model):
     model = tiny_model("roberta", "fill-mask")
     status, out, _ = cli("run", "--model", model, "--task", "fill-mask", "--json")
