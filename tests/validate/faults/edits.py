@@ -116,12 +116,6 @@ def first_row(output):
     )
 
 
-def logarithm(output):
-    return lambda model: after(
-        model.graph, output, lambda before: [helper.make_node("Log", [before], ["out"])]
-    )
-
-
 def cast(output, element_type):
     def edit(model):
         after(
