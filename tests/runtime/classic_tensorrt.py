@@ -2,7 +2,7 @@
 
     monkeypatch.setitem(sys.modules, "tensorrt", ClassicTensorRT(calls := []))
 
-Their API is the same, so networks, parsers and profiles are real. What only a GPU can do is here:
+Their API is the same, so networks, parsers and profiles are real. What needs a GPU is made up:
 the timing cache, the engine and its layers. A configuration records how it is set, in order, and
 refuses what the real one lacks. What this cannot show is what classic TensorRT makes of a graph.
 """
