@@ -232,6 +232,16 @@ def with_openvino(tmp_path_factory):
     return run
 
 
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory):
+    """Build the package's wheel."""
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
 def pytest_terminal_summary(terminalreporter):
     """Print the processor time of the run: that of all workers, and of the processes they ended."""
     used = os.times()

@@ -14,27 +14,12 @@ from enginery.export.config import ExportConfig
 from enginery.recipe import Step
 from enginery.recipe.steps import LintStage
 from enginery.validate.config import ValidateConfig
+from tests.progress import Said
 
 EXPORT = Step("export", ExportConfig(task="text-classification"))
 VALIDATE = Step("validate", ValidateConfig())
 STRICT = Step("validate", ValidateConfig(max_abs_error=1e-12))
 LINT = Step("lint", LintStage(target="cuda"))
-
-
-class Listener:
-    """A progress that remembers what was said."""
-
-    from contextlib import contextmanager
-
-    def __init__(self):
-        self.said = []
-
-    @contextmanager
-    def task(self, name, total=0):
-        yield lambda: None
-
-    def say(self, message):
-        self.said.append(message)
 
 
 @pytest.fixture
@@ -76,24 +61,24 @@ def state(directory):
 def test_second_export_to_the_same_place_does_nothing(model, tmp_path):
     export(model, tmp_path / "out")
     before = state(tmp_path / "out")
-    listener = Listener()
+    listener = Said()
     export(model, tmp_path / "out", progress=listener)
     assert state(tmp_path / "out") == before
-    assert any("nothing to do" in line for line in listener.said)
-    assert not any("wrote" in line for line in listener.said)
+    assert any("nothing to do" in line for line in listener.messages)
+    assert not any("wrote" in line for line in listener.messages)
 
 
 def test_another_artifact_at_the_same_place_is_named(model, tiny_model, tmp_path):
     out = tmp_path / "out"
-    listener = Listener()
+    listener = Said()
     export_model(str(tiny_model("bert", "feature-extraction")), out=out)
     export(model, out, progress=listener)
-    (line,) = [line for line in listener.said if line.startswith("wrote")]
+    (line,) = [line for line in listener.messages if line.startswith("wrote")]
     assert line.startswith(f"wrote {out}, in place of ")
     assert line.endswith(" for feature-extraction (export)")
-    listener.said.clear()
+    listener.messages.clear()
     export(model, out, opset=18, progress=listener)
-    assert f"wrote {out}" in listener.said
+    assert f"wrote {out}" in listener.messages
 
 
 def test_artifact_that_another_stage_continued_is_not_named_as_replaced(model, copied, tmp_path):
@@ -103,9 +88,9 @@ def test_artifact_that_another_stage_continued_is_not_named_as_replaced(model, c
     records = (record, record.model_copy(update={"stage": "optimize"}))
     manifest = continued.manifest.model_copy(update={"stages": records})
     (continued.path / MANIFEST).write_bytes(manifest.to_bytes())
-    listener = Listener()
+    listener = Said()
     stages.deliver(Artifact.open(continued.path), made.path, listener)
-    assert listener.said == [f"wrote {made.path}"]
+    assert listener.messages == [f"wrote {made.path}"]
 
 
 @pytest.mark.more
@@ -178,11 +163,11 @@ def test_second_run_works_nowhere_and_writes_nothing(model, tmp_path):
     plan = Recipe(model, (EXPORT, VALIDATE), out=str(tmp_path / "out"))
     run_recipe(plan)
     before = state(tmp_path / "out")
-    listener = Listener()
+    listener = Said()
     result = run_recipe(plan, progress=listener)
     assert [stage.worked for stage in result.stages] == [False, False]
     assert state(tmp_path / "out") == before
-    assert len([line for line in listener.said if "nothing to do" in line]) == 2
+    assert len([line for line in listener.messages if "nothing to do" in line]) == 2
     assert result.stages[1].report.passed
 
 
@@ -196,14 +181,16 @@ def test_force_works_everywhere(model, monkeypatch, tmp_path):
 
 def test_changed_option_is_named_in_words(model):
     run_recipe(Recipe(model, (EXPORT, VALIDATE)))
-    listener = Listener()
+    listener = Said()
     run_recipe(Recipe(model, (EXPORT, Step("validate", ValidateConfig(seed=3)))), progress=listener)
-    assert any("validating again: seed: 0 → 3" in line for line in listener.said), listener.said
+    assert any("validating again: seed: 0 → 3" in line for line in listener.messages), (
+        listener.messages
+    )
 
 
 @pytest.mark.more
 def test_failed_check_marks_the_store_and_out_and_refuses_what_follows(model, tmp_path, own_home):
-    listener = Listener()
+    listener = Said()
     plan = Recipe(model, (EXPORT, STRICT, LINT), out=str(tmp_path / "out"))
     result = run_recipe(plan, progress=listener)
     assert not result.passed
@@ -213,7 +200,7 @@ def test_failed_check_marks_the_store_and_out_and_refuses_what_follows(model, tm
     assert Artifact.open(tmp_path / "out").failed_verdict().summary == result.failure
     assert result.stages[0].artifact.path.parent == Store().artifacts
     assert Artifact.open(result.stages[0].artifact.path).failed_verdict()
-    assert any("lint: refused" in line for line in listener.said)
+    assert any("lint: refused" in line for line in listener.messages)
 
     again = run_recipe(plan)
     assert (again.passed, again.refused) == (False, ("lint",)), "a verdict is taken, not lost"
@@ -248,12 +235,12 @@ def test_unknown_option_of_either_stage_names_the_nearest(model, tmp_path):
 
 @pytest.mark.more
 def test_config_and_keywords_are_the_same_options(model):
-    listener = Listener()
+    listener = Said()
     by_keywords = export_model(model, task="text-classification", opset=18)
     config = ExportConfig(task="text-classification", opset=18)
     by_config = export_model(model, config=config, progress=listener)
     assert by_config.path == by_keywords.path
-    assert "nothing to do" in listener.said[-1]
+    assert "nothing to do" in listener.messages[-1]
 
 
 def test_config_beside_keywords_is_an_error(model):

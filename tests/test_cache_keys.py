@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from enginery import optimize_model
 from enginery.bench import stage as bench
 from enginery.bench.config import BenchConfig
 from enginery.bench.target import Target
@@ -246,17 +245,6 @@ def test_providers_count_as_they_are_understood(fingerprint, tmp_path, stage):
     option = ("cpu.enable_cpu_mem_arena=0",)
     assert changed == fingerprint(stage, data, providers="cpu", provider_option=option)
     assert changed.key not in keys
-
-
-@pytest.mark.more
-def test_data_at_another_place_give_the_stored_artifact(exported, tmp_path, monkeypatch):
-    monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))
-    options = {"target": "cpu", "precision": "fp32"}
-    made = [
-        optimize_model(exported(*MODEL), data=str(write(tmp_path / name)), **options)
-        for name in ("a.csv", "b.csv")
-    ]
-    assert made[0].path == made[1].path
 
 
 # Every option of every stage.

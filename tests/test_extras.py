@@ -174,15 +174,6 @@ def test_missing_extra_is_named_by_every_command_and_function(
     check(answers_of(python, artifacts, folder), expected)
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wheel")
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
-    (wheel,) = folder.glob("*.whl")
-    return wheel
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("hub", ["huggingface-hub>=0.36,<1", "huggingface-hub>=2,<3"])
 @pytest.mark.parametrize(

@@ -9,17 +9,9 @@ import pytest
 from enginery import load_model
 from enginery.cli import main
 from enginery.core.errors import ArtifactError, RejectedArtifactError, SourceError
-from enginery.core.progress import Silent
 from enginery.core.store.store import Store
 from enginery.first_use import names_model, open_or_make
-
-
-class Said(Silent):
-    def __init__(self):
-        self.messages = []
-
-    def say(self, message):
-        self.messages.append(message)
+from tests.progress import Said
 
 
 @pytest.fixture

@@ -42,15 +42,6 @@ def test_error_messages_name_the_version_of_onnxruntime_that_the_extra_has(extra
     assert f"pip install '{bound}'" in reinstall(f"onnxruntime-{extra}")
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wheel")
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
-    (wheel,) = folder.glob("*.whl")
-    return wheel
-
-
 def install(interpreter, wheel, folder):
     """Install `enginery[cpu,serve]` into an environment of an interpreter; return its Python."""
     subprocess.run([interpreter, "-m", "venv", str(folder)], check=True)

@@ -18,7 +18,6 @@ import pytest
 from benchmarks.gpu_check import __main__ as command
 from benchmarks.gpu_check import goals, processes, results
 from benchmarks.gpu_check.inputs import sentences, text_feeds
-from benchmarks.gpu_check.page import page
 from benchmarks.gpu_check.parts import (
     agreement,
     compiled,
@@ -46,7 +45,7 @@ from enginery.runtime.onnxruntime.placement import PlacedNode, Placement
 from enginery.runtime.providers import gpus
 from enginery.runtime.providers.gpus import CudaGpu
 from enginery.runtime.providers.known import CPU, CUDA
-from enginery.runtime.tensorrt.options import CLASSIC, RTX
+from enginery.runtime.tensorrt.options import RTX
 from enginery.runtime.text.tokenizer import TextTokenizer
 
 H200 = CudaGpu("NVIDIA H200", "9.0", 141 << 30)
@@ -433,31 +432,6 @@ def test_answers_of_a_server_are_compared_with_load_model(work, exported, monkey
     ]
 
 
-@pytest.mark.more
-def test_process_of_a_server_that_is_killed_loses_its_own_connections_only(work, exported):
-    given = served_model(work, exported)
-    with ExitStack() as stack:
-        shared = serve.SharedServer(given, stack, "--processes", "2")
-        for turn in range(8):  # one process may have accepted all connections
-            given.case(str(turn), lambda: serve._kill(given, shared))
-            if checks_of(given):
-                break
-    (check,) = checks_of(given)
-    assert check["passed"], check["found"]
-    (record,) = [c["killed"] for c in given.record["cases"].values() if "killed" in c]
-    assert 0 < record["connections"] == record["lost"] < 16
-
-
-@pytest.mark.more
-def test_no_process_is_killed_where_one_has_all_connections(work, exported):
-    given = served_model(work, exported)
-    with ExitStack() as stack:
-        given.case("killed", lambda: serve._kill(given, serve.SharedServer(given, stack)))
-    (note,) = given.record["cases"]["killed"]["notes"]
-    assert note == "no process was killed: 1 processes have connections"
-    assert checks_of(given) == []
-
-
 def test_sentence_transformers_is_compared_in_an_environment_of_its_own(
     work, exported, monkeypatch, tmp_path
 ):
@@ -638,16 +612,6 @@ def test_goals_use_the_faster_of_pytorchs_eager_modes():
     assert slower[EAGER].verdict == "missed"
 
 
-def test_goals_are_judged_only_where_their_case_ran():
-    assert judged() == {}
-    found = judged([point("minilm", 8, 128, {"PyTorch eager": 3.0})])
-    assert found == {}
-    found = judged([point("bert-base", 32, 128, {"PyTorch eager": 3.0})])
-    assert list(found) == [
-        f"bert-base at 32×128, {place}: 1.3 × PyTorch's eager mode" for place in ("host", "device")
-    ]
-
-
 def compiled_point(batch, sequence, speedup, mode="reduce-overhead", **fields):
     return {**point("minilm", batch, sequence, {"torch.compile": speedup}, **fields), "mode": mode}
 
@@ -658,14 +622,6 @@ def test_one_point_slower_than_torch_compile_misses_the_goal():
     assert "at 8×16, of 2 points compared" in found[BEHIND].figure
     both = judged(compiled=[compiled_point(1, 128, 1.4), compiled_point(8, 16, 1.4)])
     assert both[BEHIND].verdict == "reached"
-
-
-def test_fastest_mode_of_torch_compile_is_the_one_to_compare_with():
-    modes = [compiled_point(1, 128, 1.4), compiled_point(1, 128, 0.9, "max-autotune")]
-    found = judged(compiled=modes)[BEHIND]
-    assert found.verdict == "missed"
-    assert "max-autotune" in found.figure
-    assert "of 1 points compared" in found.figure
 
 
 def test_goal_within_the_interval_is_not_decided():
@@ -681,22 +637,6 @@ def test_goal_within_the_interval_is_not_decided():
     for ratio in few["ratios"]:
         ratio["interval"] = None
     assert judged([few])[EAGER].verdict == "not decided: too few rounds"
-
-
-def test_vectors_at_one_shape_are_judged_by_their_time_and_by_sdpa():
-    def pooled(ms, speedup):
-        return [
-            point("minilm", 1, 128, {}, ms=ms),
-            point("minilm", 32, 512, {"PyTorch SDPA": speedup}),
-        ]
-
-    time, over = judged(pooled=pooled(0.2, 1.3)).values()
-    assert (time.goal, time.verdict) == ("minilm at 1×128, host: at most 0.27 ms", "reached")
-    assert (over.goal, over.verdict) == ("minilm at 32×512, device: 1.2 × SDPA", "reached")
-    found = judged(pooled=pooled(0.3, 1.1)).values()
-    assert {goal.verdict for goal in found} == {"missed"}
-    found = judged(pooled=pooled(0.26, 1.1)).values()
-    assert next(iter(found)).verdict == "not decided: the interval contains the goal"
 
 
 def served(connections, rate, *, p50=0.8, p99=5.0, **fields):
@@ -730,10 +670,6 @@ def test_load_of_the_server_is_judged_with_its_answers(row, verdict):
     (goal,) = judged(served=[row]).values()
     assert goal.verdict == verdict
     assert "of 50 wrong" in goal.figure
-
-
-def test_loads_without_a_goal_are_not_judged():
-    assert judged(served=[served(16, 10)]) == {}
 
 
 def shapes(new, seen):
@@ -796,88 +732,6 @@ def predicted(form, rows, rate):
 )
 def test_goals_of_texts_in_bulk_and_of_generation(records, verdicts):
     assert [goal.verdict for goal in judged(**records).values()] == verdicts
-
-
-def test_large_requests_are_compared_with_load_model():
-    row = {"model": "bert-large", "texts": 256, "served_per_second": 90.0}
-    for alone, verdict in ((100.0, "reached"), (120.0, "missed")):
-        whole = {**row, "load_model_per_second": alone, "share": 90.0 / alone}
-        (goal,) = judged(large=[whole]).values()
-        assert goal.verdict == verdict
-
-
-def test_goals_have_verdicts_only_on_an_h100_or_h200():
-    points = [point("minilm", 1, 128, {"PyTorch eager": 3.0})]
-    assert judged(points, gpu="NVIDIA H100 80GB HBM3")[EAGER].verdict == "reached"
-    assert (
-        judged(points, gpu="NVIDIA L4")[EAGER].verdict
-        == "no verdict: goals apply to an H100 or H200"
-    )
-
-
-def test_page_has_a_row_for_each_shape_and_mentions_an_incomplete_run():
-    found = case(
-        checks=[{"check": "c|d", "passed": False, "found": "broken"}],
-        points=[point("minilm", 1, 128, {"PyTorch eager": 3.0})],
-    )
-    document = {
-        "gpu": "NVIDIA H200",
-        "dry_run": "",
-        "started": "2026-11-21T10:00:00",
-        "seconds": 3.0,
-        "complete": False,
-        "failures": ["one"],
-        "goals": [],
-        "machine": {
-            "tools": {"torch": "2.11"},
-            "gpus": [vars(H200)],
-            "no_gpu": "",
-            "cpu": "x",
-            "driver": "580.1",
-            "physical_cores": 2,
-            "system": "s",
-            "python": "3.12",
-        },
-        "parts": {
-            "speed:minilm": {
-                "status": "unfinished",
-                "problem": "no time was left for 1×16",
-                "seconds": 9.0,
-                "cases": {"1×128": found},
-            }
-        },
-    }
-    text = page(document)
-    assert text.startswith("# GPU check: NVIDIA H200, 2026-11-21\n")
-    assert "| 1×128 | 0.4 | 3.00 × PyTorch eager (3.00 to 3.00) |" in text
-    assert "**Some cases have not run yet.**" in text
-    assert "| c\\|d | **failed** | broken |" in text
-    assert "| speed:minilm | unfinished | 1 | 9 | no time was left for 1×16 |" in text
-    assert "driver 580.1" in text
-
-
-def test_tensorrt_must_reject_an_unsupported_capability(work, monkeypatch):
-    given = work("tensorrt:minilm")
-    monkeypatch.setattr(tensorrt, "visible_gpus", lambda: (H200,))
-    assert tensorrt.unsupported(RTX) == H200
-    assert tensorrt.unsupported(CLASSIC) is None
-    refused = ProviderError("NVIDIA H200 has compute capability 9.0, and there is no support.")
-    full = ProviderError("the disk is full.")  # refused, and not for the GPU
-
-    def build(error):
-        def made(*_, **__):
-            if error:
-                raise error
-
-        return made
-
-    outcomes = []
-    for error in (refused, None, full):
-        monkeypatch.setattr(tensorrt, "build_engine", build(error))
-        refuse = lambda: outcomes.append(tensorrt._refusal(given, None, RTX, H200))  # noqa: E731
-        given.case(str(error), refuse)
-    assert outcomes[0] == f"rejected: {refused.message}"
-    assert [check["passed"] for check in checks_of(given)] == [True, False, False]
 
 
 def test_build_stage_rejects_an_h200_for_rtx(exported, monkeypatch, work):
@@ -944,24 +798,6 @@ def test_copied_artifacts_are_reused_with_their_own_weights(work, exported, monk
     assert "onnx" not in again.results.artifacts("bert-base")
 
 
-@pytest.mark.more
-def test_carried_models_are_used_and_none_is_made(work, exported, monkeypatch):
-    for stage in ("export_model", "optimize_model"):
-        monkeypatch.setattr(models, stage, None)
-    given = work("models:gpt2", reuse=True, carried=True)
-    models.run(given)
-    (failed,) = checks_of(given)
-    assert "has no artifact of gpt2" in failed["found"]
-
-    made = exported("gpt2", "text-generation-with-past")
-    shutil.rmtree(given.models / "gpt2-tiny-source", ignore_errors=True)
-    shutil.copytree(made.manifest.source.id, given.models / "gpt2-tiny-source")
-    made.copy_to(given.models / "gpt2-fp16")
-    again = work("models:gpt2", reuse=True, carried=True)
-    models.run(again)
-    assert set(again.results.artifacts("gpt2")) == {"source", "fp16"}
-
-
 def test_carried_models_need_their_directory(capsys):
     assert command.main(["--device", "cpu", "--quick", "--carried"]) == 2
     assert "--models DIR" in capsys.readouterr().err
@@ -983,11 +819,3 @@ def test_error_in_a_case_is_a_failed_check(work):
         "there is none. Install it.",
         "KeyError: 'logits'",
     ]
-
-
-def test_full_run_has_every_shape_once_those_with_goals_first():
-    full = settings_for(quick=False)
-    assert full.points[:2] == tuple(at for at, _ in goals.OVER_EAGER)
-    assert sorted(full.points) == [(1, 16), (1, 128), (8, 128), (32, 128), (32, 512)]
-    assert len(full.images) == 12
-    assert results.slug("NVIDIA H200") == "nvidia-h200"

@@ -106,12 +106,6 @@ def test_sizes_may_have_leading_zeros_and_spaces():
     assert DimRange.parse(" 0001 : 00000000000008 :32") == DimRange(1, 8, 32)
 
 
-@pytest.mark.parametrize("sizes", [(-1, 1, 1), (2, 1, 3), (1, 4, 3), (1, 1, 2**31)])
-def test_no_range_is_made_that_is_not_in_order(sizes):
-    with pytest.raises(ShapeError):
-        DimRange(*sizes)
-
-
 def test_only_the_past_of_a_decoder_may_be_empty():
     text = "batch=1:2:4,sequence=1:8:32,past_sequence=0:16:64"
     profile = Profile.parse(text)
@@ -143,11 +137,6 @@ def test_a_model_without_dynamic_dims_has_one_corner():
 def test_check_names_the_nearest_dim_for_an_unknown_one():
     with pytest.raises(ShapeError, match="no dynamic dim 'sequnce'; did you mean 'sequence'"):
         Profile.parse("batch=1,sequnce=8").check(TEXT, {})
-
-
-def test_check_names_the_dim_that_the_profile_lacks():
-    with pytest.raises(ShapeError, match=r"lacks the dim 'sequence'\. Add sequence=min:opt:max"):
-        Profile.parse("batch=1").check(TEXT, {})
 
 
 def test_check_rejects_a_maximum_beyond_the_models_positions():

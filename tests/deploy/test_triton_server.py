@@ -10,13 +10,10 @@ from tritonclient.utils import InferenceServerException
 
 from enginery import load_model
 from enginery.api import export_triton
-from enginery.runtime.onnxruntime.runner import OrtRunner
 from tests.deploy.triton_answers import ASKED, answers, check_answers, close, expected
 from tests.deploy.triton_repository import texts
 from tests.deploy.triton_server import triton_server
 from tests.engine.made import with_engines
-from tests.engine.products import product
-from tests.publish.products import large
 from tests.tiny import TEXT_TASKS, tiny_artifact
 from tests.tolerances import OUTPUTS, SCORES
 
@@ -189,27 +186,6 @@ def test_graph_is_warmed_up_at_the_optimum_of_each_profile(server, tmp_path):
     profiles = ("batch=1:4:16,sequence=8:32:64", "batch=1:8:8,sequence=64:96:128")
     load(server, artifact, "warm", tokenizer=False, threads=2, profile=profiles)
     assert server.batches("warm") == [(4, 32), (8, 96)]
-
-
-def test_fixed_batch_is_not_batched_by_triton(server, tmp_path):
-    artifact = product(tmp_path / "fixed", batch=4)
-    load(server, artifact, "fixed")
-    x = np.arange(256, dtype=np.float32).reshape(4, 64) / 256
-    with OrtRunner(artifact, providers="cpu") as runner:
-        np.testing.assert_allclose(
-            server.infer("fixed", {"x": x})["y"], runner({"x": x})["y"], atol=OUTPUTS
-        )
-
-
-def test_graph_of_several_files_is_a_folder(server, mood, tmp_path):
-    load(server, large(mood, tmp_path / "large"), "large", tokenizer=False)
-    names = [spec.name for spec in mood.manifest.graphs[0].inputs]
-    feeds = dict.fromkeys(names, np.ones((2, 16), np.int64))
-    np.testing.assert_allclose(
-        server.infer("large", feeds)["logits"],
-        server.infer(f"{MOOD}-graph", feeds)["logits"],
-        atol=OUTPUTS,
-    )
 
 
 @pytest.mark.parametrize("options", [{}, {"provider": "tensorrt"}, {"backend": "tensorrt"}])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-
 import pytest
 
 from enginery.core.artifact.artifact import Artifact
@@ -12,20 +10,6 @@ from enginery.engine import stage
 from enginery.engine.config import BuildConfig
 from enginery.runtime.tensorrt.library import has_tensorrt
 from tests.engine.products import PROFILE
-
-
-class Said:
-    """A progress that keeps its messages."""
-
-    def __init__(self):
-        self.messages = []
-
-    @contextmanager
-    def task(self, name, total=0):
-        yield lambda: None
-
-    def say(self, message):
-        self.messages.append(message)
 
 
 def build_config(**options) -> BuildConfig:

@@ -1,15 +1,10 @@
 """Engines in the store: cache hits and misses, damage, and builds that fail or are killed."""
 
 import json
-import os
 import shutil
-import signal
-import time
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
-import psutil
 import pytest
 
 from enginery.core.artifact.artifact import Artifact, commit_artifact
@@ -22,28 +17,11 @@ from enginery.engine import build, stage
 from enginery.engine.build import find_engine, obtain_engine
 from enginery.engine.requests import resolve_requests
 from enginery.runtime.tensorrt.library import has_tensorrt
-from tests.core.artifacts import start
-from tests.engine.conftest import Said, build_config
-from tests.engine.products import PROFILE, product
+from tests.engine.conftest import build_config
+from tests.engine.products import product
+from tests.progress import Said
 
 pytestmark = pytest.mark.skipif(not has_tensorrt(), reason="pip install 'enginery[tensorrt-rtx]'")
-
-BUILD = f"""
-import sys
-from enginery import build_engine
-
-class Aloud:
-    from contextlib import contextmanager
-    @contextmanager
-    def task(self, name, total=0):
-        yield lambda: None
-    def say(self, message):
-        print(message, flush=True)
-
-print("ready", flush=True)
-sys.stdin.readline()
-build_engine(sys.argv[1], profile=["{PROFILE}"], capability="8.9", progress=Aloud())
-"""
 
 
 @pytest.fixture
@@ -61,14 +39,6 @@ def obtain(artifact, progress=None, **options):
     config = build_config(**options)
     request = request_of(artifact, **options)
     return obtain_engine(artifact, request, config, progress=progress or Said())
-
-
-def wait_for(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    return found
 
 
 # What is shared
@@ -146,25 +116,6 @@ def never_built(monkeypatch):
     monkeypatch.setattr(build, "build_plan", stop)
 
 
-def test_another_tensorrt_misses_and_is_named(tmp_path, monkeypatch):
-    artifact, said = product(tmp_path / "a"), Said()
-    engine, _ = obtain(artifact)
-    monkeypatch.setattr(
-        "enginery.runtime.tensorrt.engine_key.tensorrt_version", lambda _: "1.8.0.1"
-    )
-    assert find_engine(request_of(artifact)) is None
-    never_built(monkeypatch)
-    with pytest.raises(ProviderError):
-        obtain(artifact, said)
-    before = engine.record.fields["tensorrt"]
-    assert said.messages == [f"tensorrt-rtx: rebuilding: tensorrt: {before} → 1.8.0.1"]
-
-
-def test_another_precision_misses(tmp_path):
-    obtain(product(tmp_path / "a"))
-    assert find_engine(request_of(product(tmp_path / "b", dtype=np.float16))) is None
-
-
 def test_another_external_data_file_misses_and_the_graph_is_named(tmp_path, monkeypatch):
     first = product(tmp_path / "a", external=True, seed=1)
     second = product(tmp_path / "b", external=True, seed=2)
@@ -188,30 +139,7 @@ def test_the_order_of_profiles_misses(tmp_path):
     assert find_engine(other) is None
 
 
-def test_engines_are_not_compared_by_the_bytes_of_their_plans(tmp_path):
-    """Two builds of a graph differ in names that TensorRT generates."""
-    engine, _ = obtain(product(tmp_path / "a"))
-    assert engine.record.plan_sha256 not in engine.record.fields.values()
-
-
 # What is damaged or dies half-way
-
-
-@pytest.mark.more
-@pytest.mark.parametrize("file", ["model.plan", "layers.json", "engine.json"])
-def test_damaged_engine_is_rebuilt(tmp_path, file):
-    artifact, said = product(tmp_path / "a"), Said()
-    engine, _ = obtain(artifact)
-    content = (engine.path / file).read_bytes()
-    damaged = content[:-2] if file != "model.plan" else flipped(content)
-    (engine.path / file).write_bytes(damaged)
-    assert find_engine(request_of(artifact)) is None
-    (entry,) = [entry for entry in Store().entries() if entry.kind == "engines"]
-    assert file in entry.problem
-    again, built = obtain(artifact, said)
-    assert built
-    assert said.messages == [f"tensorrt-rtx: rebuilding: {engine.name} is damaged"]
-    assert find_engine(request_of(artifact)) == again
 
 
 def flipped(content):
@@ -256,57 +184,6 @@ def test_damaged_plan_is_never_copied_into_an_artifact(tmp_path):
     made = stage.run(artifact, build_config(), tmp_path / "made")
     assert Artifact.open(made.path, verify=True)
     assert find_engine(request_of(artifact))
-
-
-def test_a_build_that_fails_leaves_nothing(tmp_path, monkeypatch, home):
-    artifact = product(tmp_path / "a")
-    never_built(monkeypatch)
-    with pytest.raises(ProviderError):
-        obtain(artifact)
-    assert list((home / "engines").iterdir()) == []
-
-
-@pytest.mark.more
-def test_two_processes_build_one_engine(tmp_path, home):
-    # Two artifacts of one graph, so that both come as far as the engine.
-    artifacts = [product(tmp_path / "a"), product(tmp_path / "b", config='{"other": 1}')]
-    children = [start(BUILD, artifact.path) for artifact in artifacts]
-    for child in children:
-        assert child.stdout.readline() == "ready\n"
-    for child in children:
-        child.stdin.write("go\n")
-        child.stdin.flush()
-    outputs = [child.communicate() for child in children]
-    assert [child.returncode for child in children] == [0, 0], outputs
-    said = [line for out, _ in outputs for line in out.splitlines()]
-    (engine,) = [entry.engine for entry in Store().entries() if entry.kind == "engines"]
-    assert said.count("tensorrt-rtx: building, not in the store yet") == 1
-    assert said.count(f"tensorrt-rtx: nothing to do, {engine.name} is up to date") == 1
-    made = [entry.artifact for entry in Store().entries() if entry.artifact]
-    plans = {a.manifest.files[f"engines/{engine.name}/model.plan"].sha256 for a in made}
-    assert len(made) == 2
-    assert plans == {engine.record.plan_sha256}
-
-
-@pytest.mark.more
-def test_killed_build_leaves_nothing_and_the_next_one_succeeds(tmp_path, home):
-    artifact = product(tmp_path / "a")
-    with start(BUILD, artifact.path) as child:
-        child.stdin.write("go\n")
-        child.stdin.flush()
-        wait_for(lambda: list((home / "engines").glob(".tmp-*")))
-        workers = wait_for(lambda: psutil.Process(child.pid).children())
-        os.kill(child.pid, signal.SIGKILL)
-        child.wait()
-    _, alive = psutil.wait_procs(workers, timeout=30)
-    assert not alive, "TensorRT goes on without its parent"
-    assert list((home / "engines").glob(".tmp-*"))
-    assert Store().entries() == []
-    assert find_engine(request_of(artifact)) is None
-    engine, built = obtain(artifact)
-    assert built
-    assert not list((home / "engines").glob(".tmp-*"))
-    assert find_engine(request_of(artifact)) == engine
 
 
 def test_what_is_built_is_what_the_manifest_hashes(tmp_path):

@@ -6,12 +6,11 @@ import numpy as np
 import onnx
 import pytest
 
-from enginery import Recipe, build_engine, run_recipe, stages, validate_model
+from enginery import build_engine, stages, validate_model
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.engine import Engine
 from enginery.core.artifact.engine_record import engine_directories
 from enginery.core.errors import (
-    InputError,
     OptionError,
     ProviderError,
     RejectedArtifactError,
@@ -25,9 +24,10 @@ from enginery.runtime.tensorrt.library import has_tensorrt
 from enginery.validate import stage as validate
 from enginery.validate.config import ValidateConfig
 from tests.core.artifacts import verdict
-from tests.engine.conftest import Said, build_config
+from tests.engine.conftest import build_config
 from tests.engine.products import PROFILE, artifact_of, product
 from tests.passes.onnx_graphs import WIDTH, node, quantized_constants, quantized_product
+from tests.progress import Said
 from tests.tiny import TEXT
 
 pytestmark = pytest.mark.skipif(not has_tensorrt(), reason="pip install 'enginery[tensorrt-rtx]'")
@@ -205,23 +205,6 @@ def test_the_store_keeps_one_copy_of_a_plan(tmp_path, own_home):
     assert len(shared) == 1
     alone = sum(entry.size_bytes for entry in entries)
     assert Store().size_bytes() == alone - engine.engine.plan.stat().st_size
-
-
-def test_a_recipe_builds_and_a_second_run_does_nothing(tiny_model, tmp_path):
-    text = f"""
-model: {tiny_model("bert", "text-classification")}
-out: out
-stages:
-  - export: {{task: text-classification}}
-  - build: {{profile: "batch=1:2:4,sequence=1:16:32", capability: "8.9"}}
-"""
-    recipe = Recipe.parse(text, base=tmp_path)
-    first = run_recipe(recipe)
-    assert [engine.record.graph for engine in engines_of(first.artifact)] == ["model.onnx"]
-    before = state(tmp_path / "out")
-    again = run_recipe(recipe)
-    assert [stage.worked for stage in again.stages] == [False, False]
-    assert state(tmp_path / "out") == before
 
 
 # Verdicts
@@ -437,15 +420,3 @@ def test_another_file_of_texts_is_another_artifact_and_an_old_engine(exported, t
         )
     assert len({key for key, _ in keys}) == 2
     assert len({directory for _, directory in keys}) == 1
-
-
-def test_data_that_is_missing_is_an_error(exported, built):
-    with pytest.raises(InputError, match=r"missing\.csv"):
-        built(exported("bert", "text-classification"), data="missing.csv")
-
-
-def test_data_without_the_column_is_an_error(exported, built, tmp_path):
-    data = tmp_path / "texts.csv"
-    data.write_text("review\nhello\n")
-    with pytest.raises(InputError, match="text"):
-        built(exported("bert", "text-classification"), data=str(data))

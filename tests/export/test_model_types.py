@@ -149,32 +149,12 @@ def test_one_of_several_texts_is_chosen_in_each_row(exported_type):
     assert any(case.name == "questions 13–16" for case in report.cases)
 
 
-@pytest.mark.slow
-def test_a_model_without_head_has_a_cache(exported_type):
-    artifact = exported_type("gpt2", "feature-extraction-with-past")
-    assert dims(artifact)["present.0.key"] == ("batch", 2, "sequence", 16)
-    report = validate_model(artifact, effort="quick")
-    assert report.passed, report.summary
-
-
-@pytest.mark.slow
-def test_capped_attention_scores_are_exported(exported_type):
-    report = validate_model(exported_type("gemma2", "text-generation-with-past"), effort="quick")
-    assert report.passed, report.summary
-
-
 @pytest.mark.more
 def test_outputs_without_a_name_are_dropped(exported_type):
     artifact = exported_type("metaclip_2", "zero-shot-image-classification")
     assert not [name for name in dims(artifact) if ":" in name]
     assert "dropped the outputs onnx::" in notes(artifact)
     assert validate_model(artifact, effort="quick").passed
-
-
-@pytest.mark.slow
-def test_a_classifier_of_an_encoder_decoder_reads_the_end(exported_type):
-    report = validate_model(exported_type("bart", "text-classification"), effort="quick")
-    assert report.passed, report.summary
 
 
 @pytest.fixture(scope="module")

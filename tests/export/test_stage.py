@@ -4,17 +4,14 @@ import errno
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 
 import numpy as np
 import onnx
 import pytest
 
-from enginery import Artifact, export_model, validate_model
+from enginery import export_model, validate_model
 from enginery.core.errors import ExportError, OptionError, ProviderError, SourceError
-from enginery.core.store.store import Store
 from enginery.export.generation import arrange_for_generation
 from enginery.export.graphs import list_graphs
 from enginery.runtime.onnxruntime.runner import OrtRunner
@@ -49,12 +46,6 @@ def test_tokenizer_files_are_copied_byte_for_byte(exported, tiny_model):
     source = tiny_model("bert", "text-classification")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (artifact.path / name).read_bytes() == (source / name).read_bytes()
-
-
-def test_task_is_inferred_from_the_models_class(tiny_model):
-    artifact = export_model(str(tiny_model("bert", "text-classification")))
-    assert artifact.manifest.task == "text-classification"
-    assert "task text-classification" in artifact.manifest.stages[0].notes
 
 
 @pytest.mark.more
@@ -99,11 +90,6 @@ def test_bf16_is_exported_with_a_note_that_the_cpu_cannot_run_it(tiny_model):
         validate_model(artifact)
 
 
-def test_unknown_option_names_the_nearest(tiny_model):
-    with pytest.raises(OptionError, match="unknown option 'opsets' for export; did you mean"):
-        export_model(str(tiny_model("bert", "fill-mask")), opsets=17)
-
-
 @pytest.mark.more
 def test_head_that_the_files_lack_is_an_error_and_not_random_numbers(tiny_model, tmp_path):
     model = str(tiny_model("bert", "feature-extraction"))
@@ -118,11 +104,6 @@ def test_head_that_the_files_lack_is_an_error_and_not_random_numbers(tiny_model,
     # These files have no pooler, which no output of the bare model reads.
     whole = str(tiny_model("bert", "fill-mask"))
     assert export_model(whole, task="feature-extraction").manifest.task == "feature-extraction"
-
-
-def test_unknown_task_names_the_nearest(tiny_model):
-    with pytest.raises(OptionError, match="did you mean 'text-classification'"):
-        export_model(str(tiny_model("bert", "fill-mask")), task="text-clasification")
 
 
 def test_unsupported_task_lists_the_supported_ones(tiny_model):
@@ -172,17 +153,6 @@ def test_dynamo_exports_a_vision_model(tmp_path):
     assert validate_model(artifact, effort="quick").passed
 
 
-def test_own_code_is_rejected_without_consent(tiny_model, tmp_path):
-    model = edited_config(
-        tiny_model("bert", "fill-mask"),
-        tmp_path / "m",
-        model_type="bert-of-my-own",
-        auto_map={"AutoModel": "modeling_mine.MyModel"},
-    )
-    with pytest.raises(SourceError, match=r"modeling_mine\.py.*--trust-remote-code"):
-        export_model(model)
-
-
 @pytest.mark.more
 def test_pickled_weights_are_rejected_unless_allowed(tiny_model, tmp_path):
     import safetensors.torch
@@ -222,86 +192,6 @@ def test_killed_exporter_is_an_error_that_names_the_signal(tiny_model, tmp_path,
         stage.run(source, ExportConfig(), tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".tmp-*"))
-
-
-def cli(*arguments, home):
-    environment = {**os.environ, "ENGINERY_HOME": str(home), "HF_HUB_OFFLINE": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "enginery", *map(str, arguments)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-@pytest.mark.more
-def test_kill_in_the_middle_leaves_no_artifact_and_the_next_run_succeeds(tiny_model, tmp_path):
-    model, home = tiny_model("bert", "fill-mask"), tmp_path / "home"
-    child = cli("export", model, home=home)
-    for line in child.stderr:
-        if "tracing" in line:
-            break
-    os.killpg(child.pid, signal.SIGKILL)
-    child.communicate()
-    assert Store(home).entries() == []
-    assert list(Store(home).artifacts.glob(".tmp-*")), "killed while it worked"
-
-    again = cli("export", model, home=home)
-    _, said = again.communicate()
-    assert again.returncode == 0, said
-    assert [entry.problem for entry in Store(home).entries()] == [""]
-    assert not list(Store(home).artifacts.glob(".tmp-*")), "the leftovers are gone"
-
-
-@pytest.mark.more
-def test_two_processes_with_the_same_export_run_it_once(tiny_model, tmp_path):
-    model, home = tiny_model("bert", "fill-mask"), tmp_path / "home"
-    children = [cli("export", model, "--json", home=home) for _ in range(2)]
-    results = [child.communicate() for child in children]
-    assert [child.returncode for child in children] == [0, 0], results
-    paths = {json.loads(out)["path"] for out, _ in results}
-    assert len(paths) == 1
-    tracing = [said for _, said in results if "tracing" in said]
-    assert len(tracing) == 1, results
-
-
-@pytest.mark.more
-def test_second_export_is_taken_from_the_store_and_a_change_is_named(tiny_model, home):
-    said = []
-
-    class Listener:
-        from contextlib import contextmanager
-
-        @contextmanager
-        def task(self, name, total=0):
-            yield lambda: None
-
-        def say(self, message):
-            said.append(message)
-
-    model = str(tiny_model("electra", "fill-mask"))
-    first = export_model(model)
-    second = export_model(model, progress=Listener())
-    assert second.path == first.path
-    assert any("nothing to do" in line for line in said), said
-    export_model(model, opset=18, progress=Listener())
-    assert any("opset: 20 → 18" in line for line in said), said
-
-
-def test_out_gets_a_copy_and_other_directories_are_not_overwritten(tiny_model, tmp_path):
-    from enginery.core.errors import ArtifactError
-
-    model = str(tiny_model("bert", "fill-mask"))
-    artifact = export_model(model, out=tmp_path / "mine")
-    assert Artifact.open(tmp_path / "mine", verify=True).manifest == artifact.manifest
-    precious = tmp_path / "precious"
-    precious.mkdir()
-    (precious / "thesis.txt").write_text("years of work")
-    with pytest.raises(ArtifactError, match="not an enginery artifact"):
-        export_model(model, out=precious)
-    assert (precious / "thesis.txt").read_text() == "years of work"
 
 
 def test_peak_memory_of_the_child_is_recorded(exported):

@@ -27,6 +27,7 @@ from enginery.core.store.store import ARTIFACTS, ENGINES, GRAPHS, Store
 from enginery.predict.journal import lock_output, remove_leftovers
 from tests.core.artifacts import FINGERPRINT, make
 from tests.engine.made import PLAN, engine_record, write_engine
+from tests.progress import Said
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="modes and owners of POSIX")
 NOBODY = 65534
@@ -150,14 +151,6 @@ MOST_IN_MORE = [
         if damage not in (delete, alter, make_named_pipe)
     ),
 ]
-
-
-class Said(Silent):
-    def __init__(self):
-        self.messages = []
-
-    def say(self, message):
-        self.messages.append(message)
 
 
 @pytest.mark.parametrize("damage", MOST_IN_MORE)

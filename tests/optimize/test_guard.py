@@ -106,16 +106,6 @@ def test_ranges_of_arrays_keep_nodes_in_fp32_that_generated_numbers_do_not(tmp_p
     assert kept(stage.run(source, some, tmp_path / "some")) == set()
 
 
-def test_a_folder_of_arrays_has_rows_of_several_sizes(tmp_path):
-    source = squares(tmp_path / "squares.onnx")
-    (tmp_path / "rows").mkdir()
-    np.savez(tmp_path / "rows" / "a.npz", x=np.ones((2, 5)))
-    np.savez(tmp_path / "rows" / "b.npz", x=np.full((3, 8), 300.0))
-    artifact = stage.run(source, OptimizeConfig(data=str(tmp_path / "rows")), tmp_path / "out")
-    assert kept(artifact) == {"mul_0", "reducesum_1", "tanh_2"}
-    assert (record(artifact)["feeds"], record(artifact)["batches"]) == ("rows of rows", 2)
-
-
 def test_arrays_that_do_not_fit_the_graph_are_an_error(tmp_path):
     source = squares(tmp_path / "squares.onnx", columns="5")
     np.savez(tmp_path / "real.npz", x=np.ones((2, 6)))

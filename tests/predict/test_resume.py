@@ -19,7 +19,6 @@ from enginery.cli import main
 from enginery.core.artifact.fingerprint import Fingerprint
 from enginery.core.errors import InputError
 from enginery.core.home import enginery_home
-from enginery.core.progress import Silent
 from enginery.core.scratch import Scratch
 from enginery.predict import stage, writer
 from enginery.predict.config import PredictConfig
@@ -27,6 +26,7 @@ from enginery.predict.journal import Journal, lock_output, parts_directory, remo
 from enginery.predict.stage import run
 from enginery.predict.token_batches import WindowRunner
 from enginery.predict.writer import Assembly, FinishedPart, PartWriter
+from tests.progress import Said
 
 ROWS = 200
 _PROGRAM = """
@@ -136,13 +136,6 @@ def stop_after(predict, monkeypatch, artifact, data, parts):
 def test_an_interrupted_run_says_what_is_kept_and_goes_on(
     tiny, data, tmp_path, monkeypatch, rows, predict
 ):
-    class Said(Silent):
-        def __init__(self):
-            self.messages = []
-
-        def say(self, message):
-            self.messages.append(message)
-
     finish, calls = WindowRunner.finish, []
 
     def interrupted(self, window, stats):
@@ -269,16 +262,16 @@ def test_changed_part_is_named_and_its_rows_are_predicted_again(
     predict(artifact, data, "whole.parquet", window=8)
     stop_after(predict, monkeypatch, artifact, data, 4)
     flip_byte(tmp_path / "out.parquet.parts" / "part-000001")
-    said = []
+    said = Said()
     report = run(
         artifact,
         str(data),
         tmp_path / "out.parquet",
         PredictConfig(window=8, part_rows=16),
-        progress=type("Told", (Silent,), {"say": staticmethod(said.append)})(),
+        progress=said,
     )
     assert report.resumed_rows == 16
-    assert [line for line in said if "part-000001 was changed since" in line]
+    assert [line for line in said.messages if "part-000001 was changed since" in line]
     assert rows() == rows("whole.parquet")
 
 

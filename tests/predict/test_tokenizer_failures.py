@@ -43,19 +43,6 @@ def test_only_the_row_that_cannot_be_tokenized_is_bad(tiny, predict, rows, tmp_p
 
 
 @pytest.mark.more
-def test_question_or_context_that_cannot_be_tokenized_is_named(tiny, predict, rows, tmp_path):
-    reader = spoiled_copy(tiny("bert", "question-answering"), tmp_path / "reader", "panics")
-    pairs = [("is the pump warm", "the pump is warm"), (PANIC, "warm"), ("warm", f"the {PANIC}")]
-    lines = [json.dumps({"question": question, "context": context}) for question, context in pairs]
-    (tmp_path / "in.jsonl").write_text("\n".join(lines))
-    assert predict(reader, tmp_path / "in.jsonl").bad_rows == 2
-    errors = [row["error"] for row in rows()]
-    assert errors[0] is None
-    assert errors[1].startswith("the question cannot be tokenized")
-    assert errors[2].startswith("the context cannot be tokenized")
-
-
-@pytest.mark.more
 def test_row_on_which_the_tokenizer_hangs_is_bad_and_the_command_ends(tiny, tmp_path):
     endless = spoiled_copy(tiny("bert", "feature-extraction"), tmp_path / "it", "never_returns")
     source = write(tmp_path / "in.jsonl", [*GOOD, ENDLESS, *GOOD])

@@ -26,20 +26,3 @@ def test_publish_prints_the_address_that_pull_takes(artifact, tmp_path):
     said = json.loads(again.out)
     assert (said["version"], said["is_new"]) == ("1", False)
     assert "same content" in again.err
-
-
-@pytest.mark.more
-def test_errors_are_status_2_with_the_remedy(tmp_path):
-    bare = publishable(tmp_path / "bare").path
-    done = in_pipe("publish", bare, tmp_path / "registry")
-    assert done.status == 2
-    assert "it was never validated" in done.err
-    assert "--allow-failed" in done.err
-    done = in_pipe("publish", bare, tmp_path / "registry", "--allow-failed")
-    assert done.status == 0
-    card = tmp_path / "registry/name/1/README.md"
-    card.write_text(card.read_text() + "?")
-    done = in_pipe("pull", tmp_path / "registry/name", tmp_path / "out", "--json")
-    assert done.status == 2
-    assert "README.md has" in json.loads(done.out)["error"]
-    assert not (tmp_path / "out").exists()

@@ -20,25 +20,12 @@ from enginery.runtime.tensorrt.library import has_tensorrt
 from tests.core.artifacts import publishable, validated
 from tests.engine.conftest import build_config
 from tests.engine.products import product
+from tests.progress import Said
 
 
 @pytest.fixture
 def artifact(tmp_path):
     return validated(publishable(tmp_path / "artifact"))
-
-
-class Said:
-    def __init__(self):
-        self.messages = []
-
-    def task(self, name, total=0):
-        from enginery.core.progress import SILENT
-
-        self.messages.append(name)
-        return SILENT.task(name)
-
-    def say(self, message):
-        self.messages.append(message)
 
 
 # Addresses
@@ -88,34 +75,12 @@ def test_pulled_model_has_the_same_results(exported, copied, tmp_path):
     assert validate_model(artifact).passed
     said = Said()
     published = publish_model(artifact, tmp_path / "registry", progress=said)
-    assert said.messages[0] == "checking copy"
     assert any(message.startswith("publish: wrote ") for message in said.messages)
     pulled = pull_model(published.url, tmp_path / "out")
     assert pulled.manifest == Artifact.open(artifact.path).manifest
     with load_model(artifact) as before, load_model(pulled) as after:
         assert before.classify(["The pump runs."]) == after.classify(["The pump runs."])
     assert publish_model(pulled, tmp_path / "registry").is_new is False
-
-
-def test_engines_are_published_and_marked_as_bound_to_their_hardware(tmp_path):
-    if not has_tensorrt():
-        pytest.skip("pip install 'enginery[tensorrt-rtx]'")
-    source = product(tmp_path / "source")
-    built = build.run(source, build_config(capability="8.6,8.9"), tmp_path / "built")
-    said = Said()
-    published = publish_model(
-        built, tmp_path / "registry", allow_failed=True, name="product", progress=said
-    )
-    pulled = pull_model(published.url, tmp_path / "out")
-    assert Artifact.open(pulled.path, verify=True).manifest == built.manifest
-    (plan,) = pulled.path.glob("engines/*/model.plan")
-    assert plan.read_bytes() == next(built.path.glob("engines/*/model.plan")).read_bytes()
-    card = (pulled.path / "README.md").read_text()
-    assert "bound to their hardware" in card
-    assert "compute capability 8.6, 8.9" in card
-    assert "`batch=1:4:8`" in card
-    assert any("--allow-failed" in m or "never validated" in m for m in said.messages)
-    assert any("hardware-bound" in note for note in published.notes)
 
 
 CARD = """---
@@ -218,15 +183,6 @@ def test_pull_leaves_out_additional_files_of_a_registry(artifact, tmp_path, monk
     assert not (pulled.path / "MLmodel").exists()
     assert not (pulled.path / ".cache").exists()
     assert any("left out MLmodel" in message for message in said.messages)
-
-
-def test_pull_does_not_overwrite_other_folders(artifact, tmp_path):
-    published = publish_model(artifact, tmp_path / "registry")
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/thesis.txt").write_text("years")
-    with pytest.raises(ArtifactError, match="is not overwritten"):
-        pull_model(published.url, tmp_path / "out")
-    assert (tmp_path / "out/thesis.txt").read_text() == "years"
 
 
 def test_pulled_artifact_is_replaced_by_the_next_pull(artifact, tmp_path):

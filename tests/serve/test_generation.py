@@ -22,7 +22,6 @@ from enginery.runtime.generation import guide
 from enginery.serve.config import ServeConfig
 from tests import sounds
 from tests.serve.conftest import Running
-from tests.serve.test_service import serving
 from tests.speech import save_whisper
 from tests.tiny_generators import save_image_reader, save_translator
 from tests.tolerances import OUTPUTS
@@ -43,7 +42,6 @@ TASKS = {
     "m2m100": "text2text-generation-with-past",
     "reader": "image-to-text-with-past",
     "listener": "automatic-speech-recognition-with-past",
-    "counter": "text-generation-with-past",  # counts padding as positions
 }
 
 
@@ -68,7 +66,7 @@ class Artifacts:
         elif name == "listener":
             save_whisper(source)
         else:
-            kind = {"writer": "gpt2", "chatter": "llama", "translator": "t5", "counter": "bart"}
+            kind = {"writer": "gpt2", "chatter": "llama", "translator": "t5"}
             task = TASKS[name].removesuffix("-with-past")
             shutil.copytree(self._tiny_model(kind[name], task), source)
         if name == "chatter":
@@ -100,7 +98,7 @@ def server(serve, artifacts, tiny_paths):
 @pytest.fixture(scope="module")
 def server_of_others(serve, artifacts):
     """A server of the models that few tests need."""
-    return serve({name: artifacts[name] for name in ("m2m100", "reader", "listener", "counter")})
+    return serve({name: artifacts[name] for name in ("m2m100", "reader", "listener")})
 
 
 @contextmanager
@@ -386,18 +384,6 @@ def test_speech_is_read_from_base64_and_files(server_of_others, artifacts):
         bad = server("POST", "/generate", {**body, **change})
         assert bad.status == 422
         assert message in bad.json["error"]
-
-
-@pytest.mark.more
-def test_images_of_too_many_pixels_are_errors(artifacts):
-    config = ServeConfig(access_log="off", max_pixels=100)
-    with Running({"reader": artifacts["reader"]}, config) as server:
-        content = io.BytesIO()
-        Image.new("RGB", (48, 40)).save(content, "png")
-        body = {"inputs": base64.b64encode(content.getvalue()).decode()}
-        found = server("POST", "/generate", body)
-        assert found.status == 422
-        assert "100" in found.json["error"]
 
 
 # -- OpenAI -------------------------------------------------------------------------------------
@@ -760,19 +746,6 @@ def test_clients_that_join_and_leave_get_what_they_get_alone(server, writer):
     wait_until(lambda: scheduler.rows == 0)
 
 
-@pytest.mark.more
-def test_prompts_of_other_lengths_change_no_text_where_padding_counts(
-    server_of_others, client_of_others, artifacts
-):
-    server, client = server_of_others, client_of_others
-    texts = [*TEXTS, "An engine", "B"]
-    with load_model(artifacts["counter"]) as model:
-        wanted = [model.generate([text], max_new_tokens=6)[0].text for text in texts]
-    found = client.completions.create(model="counter", prompt=texts, max_tokens=6)
-    assert [choice.text for choice in found.choices] == wanted
-    assert scheduler_of(server, "counter").rows == 0
-
-
 def test_inputs_of_an_encoder_decoder_run_in_groups(server, artifacts, monkeypatch):
     with load_model(artifacts["translator"]) as model:
         wanted = {text: model.generate([text], max_new_tokens=6)[0].text for text in TEXTS}
@@ -1011,35 +984,3 @@ def test_info_has_what_a_form_needs(server):
     assert server("POST", "/predict/writer", info["example"]).status == 200
     assert server("GET", "/health").status == 200
     assert server("GET", "/v2/models/writer").json["inputs"][0]["name"] == "input_ids"
-
-
-@pytest.mark.more
-def test_server_process_streams_to_clients_that_come_and_go(artifacts, writer):
-    prompts = [f"{text} {'pump ' * place}" for place, text in enumerate(TEXTS * 4)]
-    wanted = [each.text for each in writer.generate(prompts, max_new_tokens=40)]
-    with serving(artifacts["writer"]) as server:
-
-        async def one(client, place):
-            stream = await client.completions.create(
-                model="writer", prompt=prompts[place], max_tokens=40, stream=True
-            )
-            return "".join([chunk.choices[0].text async for chunk in stream])
-
-        async def abandon(client):
-            stream = await client.completions.create(
-                model="writer", prompt="A", max_tokens=100, stream=True
-            )
-            await anext(aiter(stream))
-            await stream.close()
-
-        async def everyone():
-            async with openai.AsyncOpenAI(
-                base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=WAIT
-            ) as client:
-                texts = [one(client, place) for place in range(len(prompts))]
-                gone = [abandon(client) for _ in range(4)]
-                return (await asyncio.gather(*texts, *gone))[: len(prompts)]
-
-        assert asyncio.run(everyone()) == wanted
-        running = 'enginery_running_rows{model="writer"} 0.0'
-        wait_until(lambda: running in server.client.get("/metrics").text)

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
 import pytest
@@ -114,28 +113,6 @@ def test_two_processes_answer_and_reload_together(start):
     assert server.pid()
     assert server.end()[0] == 0
     assert all(map(gone, pids))
-
-
-@pytest.mark.more
-def test_metrics_of_two_processes_are_one(start):
-    server = start(config={"processes": 2}, metrics=True).ready()
-    before = answered(server)
-    pids = set()
-    while len(pids) < 2:
-        pids.add(server.pid())
-        before += 1
-    assert answered(server) >= before
-    os.kill(min(pids), signal.SIGKILL)
-    server.hear_until("it is replaced immediately")
-    wait_until(lambda: server.pid() not in pids)
-    assert answered(server) > before  # what a worker counted outlives it
-    (directory,) = {
-        Path(each.path).parent
-        for each in psutil.Process(max(pids)).memory_maps()
-        if each.path.endswith(".db")
-    }
-    assert server.end()[0] == 0
-    assert not directory.exists()
 
 
 def answered(server):

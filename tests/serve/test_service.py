@@ -113,26 +113,6 @@ def serving(*artifacts, options=(), **environment):
         process.stdout.close()
 
 
-@pytest.mark.more
-def test_it_serves_several_models_and_ends_with_0(exported):
-    one, two = exported("bert", "feature-extraction"), exported("bert", "text-classification")
-    with serving(f"words={one.path}", f"labels={two.path}") as server:
-        body = server.client.post("/v1/embeddings", json={"model": "words", "input": "a"}).json()
-        assert len(body["data"][0]["embedding"]) == 32
-        labels = server.client.post("/predict/labels", json={"inputs": ["a", "b"]})
-        assert labels.status_code == 200
-        assert len(labels.json()["outputs"]) == 2
-        info = server.client.get("/info").json()
-        assert [model["name"] for model in info["models"]] == ["words", "labels"]
-        assert server.says("ready: words, feature-extraction, fp32 on CPUExecutionProvider")
-        metrics = server.client.get("/metrics").text
-        assert 'enginery_model_ready{model="words"} 1.0' in metrics
-        server.process.terminate()
-        assert server.process.wait(WAIT) == 0
-        log = [json.loads(line) for line in server.process.stdout]
-        assert {"/v1/embeddings", "/predict/labels"} <= {line["path"] for line in log}
-
-
 def test_the_parent_imports_nothing_heavy(exported):
     path = str(exported("bert", "fill-mask").path)
     code = (
@@ -146,49 +126,6 @@ def test_the_parent_imports_nothing_heavy(exported):
     modules = set(done.stdout.split())
     assert "enginery.serve.http.parent" in modules
     assert not modules & {*HEAVY, "pyarrow", "psutil"}
-
-
-@pytest.mark.more
-def test_sighup_reloads_the_artifact_without_losing_requests(exported, tmp_path):
-    first, second = (exported("bert", "feature-extraction", opset=opset) for opset in (20, 19))
-    place = tmp_path / "served"
-    place.symlink_to(first.path)
-    with serving(place, options=("--access-log", "off")) as server:
-        statuses, stop = [], threading.Event()
-
-        def ask():
-            with httpx.Client(base_url=server.url, timeout=WAIT) as client:
-                while not stop.is_set():
-                    statuses.append(client.post("/embed", json={"inputs": "a"}).status_code)
-
-        clients = [threading.Thread(target=ask) for _ in range(4)]
-        for client in clients:
-            client.start()
-        place.unlink()
-        place.symlink_to(second.path)
-        server.process.send_signal(signal.SIGHUP)
-        server.says("served: reloaded: ")
-        stop.set()
-        for client in clients:
-            client.join(WAIT)
-        assert set(statuses) == {200}
-        (model,) = server.client.get("/info").json()["models"]
-        assert model["content_sha256"] == second.content_sha256()
-
-
-@pytest.mark.more
-def test_failed_reload_is_logged_once_as_an_error(tiny_paths, tmp_path):
-    path = tmp_path / "swap"
-    shutil.copytree(tiny_paths("vectors")["vectors"], path)
-    key = {"x-api-key": "k"}
-    with serving(path, ENGINERY_API_KEY="k") as server:
-        (path / "model.onnx").write_bytes(b"broken")
-        server.process.send_signal(signal.SIGHUP)
-        server.says("error: swap: not reloaded: ")
-        assert sum("reloaded" in line for line in server.lines) == 1, server.lines
-        found = server.client.post("/admin/reload", headers=key)
-        assert (found.status_code, found.json()["failed"]) == (409, ["swap"])
-        assert server.client.post("/embed", json={"inputs": "a"}, headers=key).status_code == 200
 
 
 @pytest.mark.more
@@ -293,15 +230,6 @@ async def test_garbage_collection_is_enabled_once_models_are_loaded(exported):
         gc.enable()
         gc.unfreeze()
         await registry.close()
-
-
-@pytest.mark.more
-def test_unavailable_provider_stops_the_startup(exported, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    done = run_serve(exported("bert", "fill-mask").path, "--providers", "cuda")
-    assert done.returncode == 2
-    assert "error: " in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(

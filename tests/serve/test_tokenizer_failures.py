@@ -106,21 +106,3 @@ def test_text_that_hangs_replaces_the_process(spoiled):
         assert sent.wait().status_code == 503
         server.wait_ready()
         require_answers(server, "m")
-
-
-@pytest.mark.more
-def test_text_that_hangs_makes_the_model_unready(spoiled):
-    options = ("--stuck-after", "1", "--no-restart", "--grace", "1")
-    with serving(f"m={spoiled('never_returns')}", options=options) as server:
-        sent = Sent(server, "/tokenize", {"inputs": ENDLESS})
-        assert server.says("m is stuck")
-        assert server.client.get("/health/ready").status_code == 503
-        model = server.client.get("/health").json()["models"]["m"]
-        assert model["state"] == "stuck"
-        assert "tokenizing a text has been running" in model["reason"]
-        assert server.client.post("/predict/m", json={"inputs": "a"}).status_code == 503
-        assert server.client.get("/health/live").status_code == 200
-        # Nothing but this process is there to end it: it must not wait for the thread.
-        server.process.terminate()
-        assert server.process.wait(WAIT) == 0
-        assert sent.wait().status_code == 503

@@ -159,31 +159,6 @@ def test_page_names_a_damaged_report_and_shows_the_rest(artifact):
     assert "36 of 38 layers" in words
 
 
-@pytest.mark.parametrize("name", ["validation.json", "quantization.json", "engines.json"])
-@pytest.mark.parametrize("depth", [700, 200_000])
-def test_page_names_a_deeply_nested_report(artifact, name, depth):
-    nested = b'{"a": ' + b"[" * depth + b"]" * depth + b"}"
-    artifact.annotate(reports={f"reports/{name}": nested})
-    words = " ".join(Outline(write_report(artifact.path).read_text()).words)
-    assert f"reports/{name} cannot be read: lists or objects are nested too deeply" in words
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "said"),
-    [
-        ("validation.json", {"passed": "yes"}, 'passed: found "yes", expected a valid boolean'),
-        ("validation.json", {"providers": [{}]}, "providers.0.name is missing"),
-        ("quantization.json", {"layers": [1]}, "layers: found [1], expected an object"),
-        ("engines.json", {"engines": 3}, "engines: found 3, expected a valid array"),
-    ],
-)
-def test_page_names_the_key_of_a_wrong_type(artifact, name, change, said):
-    report = json.loads((artifact.path / "reports" / name).read_bytes())
-    artifact.annotate(reports={f"reports/{name}": json.dumps(report | change).encode()})
-    words = " ".join(Outline(write_report(artifact.path).read_text()).words)
-    assert f"reports/{name} cannot be read: {said}" in words
-
-
 def test_page_names_a_number_beyond_float(artifact):
     report = json.loads((artifact.path / "reports/validation.json").read_bytes())
     report["cases"][0]["outputs"][0]["max_abs"] = 10**400

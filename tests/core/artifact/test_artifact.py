@@ -150,12 +150,6 @@ def test_a_broken_manifest_is_named(tmp_path, content):
         Artifact.open(artifact.path)
 
 
-def test_a_manifest_that_is_a_directory_is_named(tmp_path):
-    (tmp_path / "manifest.json").mkdir()
-    with pytest.raises(ArtifactError, match=r"manifest\.json cannot be read"):
-        Artifact.open(tmp_path)
-
-
 def test_manifest_of_a_newer_version_is_an_error(tmp_path):
     artifact = make(tmp_path / "minilm")
     edit_manifest(artifact.path, schema_version=3, novelty=True)
@@ -304,16 +298,6 @@ def test_reports_do_not_keep_an_artifact_from_being_replaced(tmp_path):
     (artifact.path / "reports").mkdir()
     (artifact.path / "reports" / "benchmark.json").write_text("{}")
     make(tmp_path / "a", graph=b"other")
-
-
-def test_a_killed_process_leaves_the_earlier_artifact(tmp_path):
-    out = tmp_path / "out"
-    make(out)
-    with start(STAGE_AND_WAIT, out) as child:
-        child.stdout.readline()
-        os.kill(child.pid, signal.SIGKILL)
-        child.wait()
-    assert Artifact.open(out, verify=True).model.read_bytes() == b"graph"
 
 
 def test_the_staging_directory_of_a_living_process_is_left_alone(tmp_path):
@@ -558,27 +542,6 @@ def test_a_copy_takes_nothing_that_the_manifest_does_not_name(tmp_path):
         "reports/latency.svg",
         "reports/validate.json",
     }
-
-
-@pytest.mark.parametrize("killed_at", ["manifest.json", "validate.json", "second manifest.json"])
-def test_annotate_that_is_killed_leaves_a_whole_artifact(tmp_path, monkeypatch, killed_at):
-    """The earlier verdict stays, so that a failed artifact does not pass for one that did not."""
-    artifact = reported(tmp_path).annotate(verdict(passed=False), b'{"passed": false}')
-    replace, seen = os.replace, []
-
-    def killed(source, target):
-        seen.append(f"second {target.name}" if target.name in seen else target.name)
-        if seen[-1] == killed_at:
-            raise KeyboardInterrupt
-        replace(source, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("enginery.core.scratch.os.replace", killed)
-        with pytest.raises(KeyboardInterrupt):
-            artifact.annotate(verdict(), b'{"passed": true}')
-    opened = Artifact.open(artifact.path, verify=True)
-    assert opened.failed_verdict() == artifact.failed_verdict()
-    assert opened.annotate(verdict(), b"{}").failed_verdict() is None
 
 
 @pytest.mark.more

@@ -7,7 +7,7 @@ from enginery.core.errors import SourceError
 from enginery.core.json_file import read_json
 from enginery.core.model.source import resolve_record, resolve_source
 from tests.core.artifacts import start
-from tests.core.hub_double import COMMIT, NEXT_COMMIT, hub_double
+from tests.publish.targets.hub_server import Repository, hub_server
 
 RESOLVE = """
 import json, sys
@@ -301,9 +301,29 @@ def hub(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for name in ("HF_HUB_OFFLINE", "HF_HUB_CACHE", "TRANSFORMERS_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
-    with hub_double() as double:
-        monkeypatch.setenv("HF_ENDPOINT", double.endpoint)
-        yield double
+    with hub_server() as server:
+        server.repositories["org/name"] = Repository(private=False)
+        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+        yield server
+
+
+@pytest.fixture
+def repository(hub):
+    """Return the repository org/name, whose first commit has the tag v1."""
+    files = {
+        "config.json": b"{}",
+        "tokenizer.json": b'{"a": 1}',
+        "model.safetensors": b"weights",
+        "README.md": b"card",
+        "onnx/model.onnx": b"graph",
+    }
+    made = hub.repositories["org/name"]
+    made.tags["v1"] = made.commit("main", files, "first")
+    return made
+
+
+def downloads(hub):
+    return sorted({path.split("/resolve/")[1] for path in hub.requests if "/resolve/" in path})
 
 
 def resolve(model, **options):
@@ -315,12 +335,13 @@ def resolve(model, **options):
     return json.loads(found)
 
 
-def test_a_hub_model_is_downloaded_at_one_commit_even_when_main_moves(hub):
-    hub.on_info = lambda: hub.revisions.update(main=NEXT_COMMIT)
+def test_a_hub_model_is_downloaded_at_one_commit_even_when_main_moves(hub, repository):
+    hub.on_info = lambda: repository.commit("main", {}, "next")
     found = resolve("org/name")
-    assert (found["kind"], found["id"], found["revision"]) == ("hub", "org/name", COMMIT)
+    commit = repository.tags["v1"]
+    assert (found["kind"], found["id"], found["revision"]) == ("hub", "org/name", commit)
     assert sorted(found["files"]) == ["config.json", "model.safetensors", "tokenizer.json"]
-    assert hub.downloads() == [f"{COMMIT}/{name}" for name in sorted(found["files"])]
+    assert downloads(hub) == [f"{commit}/{name}" for name in sorted(found["files"])]
     assert found["name"] == "name"
     assert hub.tokens == {f"Bearer {TOKEN}"}
 
@@ -329,19 +350,20 @@ def test_a_hub_model_is_downloaded_at_one_commit_even_when_main_moves(hub):
 @pytest.mark.parametrize(
     ("model", "options"), [("org/name@v1", {}), ("org/name", {"revision": "v1"})]
 )
-def test_a_hub_revision_is_named_in_either_way(hub, model, options):
-    hub.revisions["main"] = NEXT_COMMIT
+def test_a_hub_revision_is_named_in_either_way(repository, model, options):
+    repository.commit("main", {}, "next")
     found = resolve(model, **options)
-    assert (found["id"], found["revision"]) == ("org/name", COMMIT)
+    assert (found["id"], found["revision"]) == ("org/name", repository.tags["v1"])
 
 
 @pytest.mark.more
-def test_a_hub_model_with_pickled_weights_is_rejected_before_the_download(hub):
-    hub.files["pytorch_model.bin"] = hub.files.pop("model.safetensors")
+def test_a_hub_model_with_pickled_weights_is_rejected_before_the_download(hub, repository):
+    files = repository.commits[repository.tags["v1"]]
+    files["pytorch_model.bin"] = files.pop("model.safetensors")
     found = resolve("org/name")
     assert found["error"] == "SourceError"
     assert "only pickled weights (pytorch_model.bin)" in found["message"]
-    assert hub.downloads() == []
+    assert downloads(hub) == []
     assert "pytorch_model.bin" in resolve("org/name", allow_pickle=True)["files"]
 
 
@@ -357,7 +379,7 @@ def test_a_hub_model_with_pickled_weights_is_rejected_before_the_download(hub):
     ],
 )
 def test_hub_errors_are_described_without_the_token(hub, refusal, reason):
-    hub.refusal = refusal
+    hub.refusal = (*refusal, "")
     found = resolve("org/name")
     assert found["error"] == "SourceError"
     assert found["message"].startswith(
@@ -369,12 +391,12 @@ def test_hub_errors_are_described_without_the_token(hub, refusal, reason):
 
 @pytest.mark.more
 def test_without_a_network_an_earlier_download_serves_and_anything_else_is_an_error(
-    hub, monkeypatch
+    repository, monkeypatch
 ):
     first = resolve("org/name")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
     assert resolve("org/name") == first
-    assert resolve("org/name", revision=COMMIT) == first
+    assert resolve("org/name", revision=repository.tags["v1"]) == first
     for model in ("org/name@v1", "org/other"):
         message = resolve(model)["message"]
         assert "cannot be downloaded from the Hub: http://127.0.0.1:9 cannot be reached" in message
@@ -383,7 +405,7 @@ def test_without_a_network_an_earlier_download_serves_and_anything_else_is_an_er
     assert "HF_HUB_OFFLINE is set" in resolve("org/other")["message"]
 
 
-def test_downloads_go_where_cache_dir_says(hub, tmp_path):
+def test_downloads_go_where_cache_dir_says(repository, tmp_path):
     found = resolve("org/name", cache_dir=str(tmp_path / "elsewhere"))
     assert found["path"].startswith(str(tmp_path / "elsewhere"))
 
@@ -394,4 +416,4 @@ def test_an_id_that_the_hub_forbids_is_an_error_and_not_a_traceback(hub, model):
     found = resolve(model)
     assert found["error"] == "SourceError"
     assert f"model '{model}' is not a Hub id" in found["message"]
-    assert hub.paths == []
+    assert hub.requests == []

@@ -13,6 +13,7 @@ from enginery.core.home import MADE, store_log
 from enginery.core.store.store import ARTIFACTS, ENGINES, Store
 from tests.core.artifacts import FINGERPRINT, make, start
 from tests.engine.made import PLAN, engine_record, write_engine
+from tests.progress import Said
 
 OTHER = Fingerprint("export", {"model": "org/name", "opset": "17"})
 
@@ -45,16 +46,6 @@ if not hang:
 artifact, built = Store().obtain(ARTIFACTS, FINGERPRINT, "minilm", build, progress=Aloud())
 print("done", built, artifact.path.name, flush=True)
 """
-
-
-class Said:
-    """A progress that keeps what it was told."""
-
-    def __init__(self):
-        self.messages = []
-
-    def say(self, message):
-        self.messages.append(message)
 
 
 def never(_):
@@ -156,21 +147,6 @@ def test_an_artifact_of_another_key_is_not_taken():
     assert store.find(ARTIFACTS, FINGERPRINT, "minilm")
 
 
-@pytest.mark.parametrize("damage", ["model.onnx", "manifest.json", "truncated manifest"])
-def test_a_damaged_artifact_is_built_again(damage):
-    store, said = Store(), Said()
-    path = obtain(store)[0].path
-    if damage == "truncated manifest":
-        (path / "manifest.json").write_text('{"schema_')
-    else:
-        (path / damage).unlink()
-    assert store.find(ARTIFACTS, FINGERPRINT, "minilm") is None
-    artifact, built = obtain(store, progress=said)
-    assert built
-    assert said.messages == [f"export: rebuilding: {path.name} is damaged"]
-    assert Artifact.open(artifact.path, verify=True)
-
-
 def test_a_failed_build_leaves_nothing_and_frees_the_lock():
     store = Store()
 
@@ -270,14 +246,6 @@ def test_prune_removes_the_least_recently_used_until_the_rest_fits():
     assert [entry.path for entry in removed] == [old]
     assert [entry.path for entry in store.entries()] == [new]
     assert [entry.path for entry in store.prune(max_size_bytes=0)] == [new]
-
-
-def test_prune_removes_damaged_artifacts_whatever_the_size():
-    store = Store()
-    good, damaged = obtain(store)[0].path, obtain(store, OTHER)[0]
-    damaged.model.write_bytes(b"other")
-    assert [entry.path for entry in store.prune(max_size_bytes=1 << 40)] == [damaged.path]
-    assert [entry.path for entry in store.entries()] == [good]
 
 
 def test_prune_removes_only_leftovers_of_dead_processes(tmp_path):
@@ -404,17 +372,6 @@ def test_files_that_an_artifact_and_an_engine_share_count_once():
     assert len(store.prune(max_size_bytes=size_bytes - own - 1)) == 2
 
 
-def test_prune_removes_damaged_engines_and_their_leftovers():
-    store = Store()
-    made = obtain_engine(store)[0]
-    made.plan.write_bytes(PLAN[::-1])
-    (store.engines / ".tmp-tensorrt-rtx-sm89-0123456789abcdef-0123456789ab").mkdir()
-    (entry,) = store.prune(max_size_bytes=1 << 40)
-    assert entry.path == made.path
-    assert "model.plan was altered" in entry.problem
-    assert list(store.engines.iterdir()) == []
-
-
 KEY = "0123456789abcdef"
 
 
@@ -517,22 +474,3 @@ def test_a_home_that_is_no_directory_is_an_error_and_not_a_traceback(home):
     home.write_text("")
     with pytest.raises(EngineryError, match=r"cannot be used as the store: .* Set ENGINERY_HOME"):
         obtain(Store())
-
-
-def test_a_store_that_may_only_be_read_still_serves(monkeypatch):
-    store = Store()
-    artifact = obtain(store)[0]
-
-    def read_only(*_):
-        raise PermissionError(30, "Read-only file system")
-
-    monkeypatch.setattr("enginery.core.store.store.os.utime", read_only)
-    assert store.find(ARTIFACTS, FINGERPRINT, "minilm") == artifact
-
-
-def test_corrupt_hash_cache_is_ignored(home):
-    home.mkdir()
-    (home / "hashes.sqlite").write_bytes(b"not a database" * 1000)
-    store = Store()
-    artifact = obtain(store)[0]
-    assert store.find(ARTIFACTS, FINGERPRINT, "minilm") == artifact

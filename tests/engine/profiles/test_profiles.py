@@ -11,16 +11,8 @@ from enginery.engine.profiles.check import (
     choose_profile,
     read_profiles,
 )
+from tests.core.test_shapes import DECODER, TEXT
 
-TEXT = (
-    TensorSpec("input_ids", "int64", ("batch", "sequence")),
-    TensorSpec("attention_mask", "int64", ("batch", "sequence")),
-)
-DECODER = (
-    TensorSpec("input_ids", "int64", ("batch", "sequence")),
-    TensorSpec("attention_mask", "int64", ("batch", "past_sequence + sequence")),
-    TensorSpec("past.0.key", "float32", ("batch", 4, "past_sequence", 16)),
-)
 FIXED = (TensorSpec("input_ids", "int64", (1, 16)),)
 LIMITS = {"sequence": 512}
 FULL = "batch=1:8:32,sequence=8:128:512"

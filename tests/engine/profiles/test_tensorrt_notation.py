@@ -3,16 +3,7 @@ import pytest
 from enginery.core.errors import ShapeError
 from enginery.core.shapes import Profile, TensorSpec
 from enginery.engine.profiles.tensorrt_notation import profiles_from_shapes
-
-TEXT = (
-    TensorSpec("input_ids", "int64", ("batch", "sequence")),
-    TensorSpec("attention_mask", "int64", ("batch", "sequence")),
-)
-DECODER = (
-    TensorSpec("input_ids", "int64", ("batch", "sequence")),
-    TensorSpec("attention_mask", "int64", ("batch", "past_sequence + sequence")),
-    TensorSpec("past.0.key", "float32", ("batch", 4, "past_sequence", 16)),
-)
+from tests.core.test_shapes import DECODER, TEXT
 
 
 def read(low, opt, high, inputs=TEXT):

@@ -51,6 +51,8 @@ class HubServer:
         """Status, X-Error-Code and message of all responses; none if the status is 0."""
         self.on_commit = lambda: None
         """Called before each commit; an exception breaks the connection."""
+        self.on_info = lambda: None
+        """Called after each response about a model."""
         self.requests: list[str] = []
         self.uploads: list[str] = []
         self.tokens: set[str | None] = set()
@@ -116,6 +118,7 @@ def hub_server():
                 200,
                 {"id": name, "sha": commit, "siblings": siblings, "private": repository.private},
             )
+            hub.on_info()
 
         def refs(self, body, name):
             repository = self.repository(name)

@@ -98,13 +98,6 @@ def test_missing_tracking_server_is_an_error_and_nothing_is_written(monkeypatch,
     assert not list(tmp_path.iterdir())
 
 
-def test_unreachable_server_fails_fast(artifact, monkeypatch):
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://ada:secret@127.0.0.1:{free_port()}")
-    with pytest.raises(RegistryError, match=r"cannot be reached: .*refused") as refused:
-        stage.run(artifact, "mlflow:/name", UNVALIDATED)
-    assert "secret" not in str(refused.value)
-
-
 @pytest.mark.parametrize("login", ["ada:s3cr3t@", "ada:p@s3cr3t@", "ada:p%40s3cr3t@", ":s3cr3t@"])
 def test_password_is_not_in_messages(artifact, monkeypatch, login):
     port = free_port()
@@ -190,19 +183,6 @@ def test_version_number_is_an_error(artifact, monkeypatch):
 # What MLflow wraps, without MLflow.
 
 
-def test_list_dict_and_table_have_the_same_results(artifact):
-    import pandas as pd
-
-    model = _load_pyfunc(str(artifact.path))
-    with load_model(artifact) as direct:
-        expected = direct.embed(TEXTS)
-    table = pd.DataFrame({"text": TEXTS})
-    for given in (TEXTS, {"text": TEXTS}, table, pd.DataFrame({0: TEXTS}), np.array(TEXTS)):
-        np.testing.assert_array_equal(model.predict(given), expected)
-    with pytest.raises(InputError, match="has the columns id, expected text"):
-        model.predict(pd.DataFrame({"id": TEXTS}))  # what MLflow leaves of the columns id, text
-
-
 @pytest.fixture
 def in_mlflow(tmp_path):
     """`in_mlflow(artifact)`: the model as MLflow opens what is published."""
@@ -279,19 +259,6 @@ def test_pairs_reach_a_classifier_in_every_form(exported, in_mlflow):
     assert model.predict([pair]) == model.predict([list(pair)]) == expected[:1]
     best = model.predict(rows, params={"top_k": 1})
     assert [len(answer["labels"]) for answer in best] == [1, 1]
-
-
-def test_pairs_are_two_columns_with_an_optional_second(exported):
-    import pandas as pd
-
-    artifact = exported("bert", "text-classification")
-    model = _load_pyfunc(str(artifact.path))
-    pair = ("The engine is warm.", "the rain is cold")
-    with load_model(artifact) as direct:
-        expected = [answer.to_dict() for answer in direct.classify([pair, TEXTS[0]])]
-    table = pd.DataFrame({"text": [pair[0], TEXTS[0]], "text_pair": [pair[1], None]})
-    assert model.predict(table) == expected
-    assert [len(a["labels"]) for a in model.predict(table, {"top_k": 1})] == [1, 1]
 
 
 def test_missing_column_or_value_is_an_error(exported):

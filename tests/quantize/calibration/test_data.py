@@ -1,9 +1,4 @@
-import json
-
 import numpy as np
-import pyarrow as pa
-import pyarrow.csv
-import pyarrow.parquet
 import pytest
 
 from enginery.core.datasets.labels import index_labels
@@ -95,21 +90,6 @@ def test_held_out_rows_that_measure_nothing_are_refused(bert, vit, tmp_path):
         read(bert, [feeds], held_out=rest)
 
 
-@pytest.mark.parametrize("name", ["csv", "jsonl", "parquet", "txt"])
-def test_files_of_every_kind_give_the_same_texts(bert, tmp_path, name):
-    path = tmp_path / f"data.{name}"
-    table = pa.table({"text": TEXT})
-    if name == "csv":
-        pyarrow.csv.write_csv(table, path)
-    elif name == "parquet":
-        pyarrow.parquet.write_table(table, path)
-    elif name == "jsonl":
-        path.write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXT), encoding="utf-8")
-    else:
-        path.write_text("\n".join(TEXT), encoding="utf-8")
-    assert read(bert, data=str(path)).items == tuple(TEXT)
-
-
 def test_a_generator_is_read_up_to_the_rows_and_no_further(bert):
     source = (f"text {i}" for i in range(1000))
     assert len(read(bert, source, rows=16).items) == 16
@@ -138,11 +118,6 @@ def test_an_input_of_another_kind_is_an_error(bert):
         read(bert, ["text", np.zeros((4, 4, 3), np.uint8)])
     with pytest.raises(InputError, match="input 0 is a NoneType"):
         read(bert, [None])
-
-
-def test_the_key_follows_the_content(bert):
-    assert read(bert, ["a", "b"]).content == read(bert, ["a", "b"]).content
-    assert read(bert, ["a", "b"]).content != read(bert, ["ab", ""]).content
 
 
 def feeds(bert, shape=(1, 4), **more):
@@ -200,11 +175,6 @@ def test_more_rows_of_one_length_do_not_make_larger_batches(bert):
         for count in (8, 40)
     )
     assert many <= max(few, 512)
-
-
-def test_a_lone_surrogate_is_named(bert):
-    with pytest.raises(InputError, match="text 1 contains a lone surrogate"):
-        read(bert, ["a", "\ud800"])
 
 
 def test_labels_need_rows_that_have_them(bert, vit, tmp_path):
@@ -315,16 +285,6 @@ def test_inputs_that_differ_have_different_digests(bert):
     assert read(bert, feeds).content != read(bert, wide).content
 
 
-def test_a_folder_of_images_that_is_moved_is_the_same(vit, tmp_path):
-    from PIL import Image
-
-    for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
-        Image.new("RGB", (40, 40), (7, 8, 9)).save(tmp_path / folder / "one.png")
-    first, second = (read(vit, data=str(tmp_path / f)).content for f in ("a", "b"))
-    assert first == second
-
-
 def save_arrays(path, names, rows=12):
     ids = np.arange(rows * 4).reshape(rows, 4) % 7
     np.savez(path, **dict.fromkeys(names, ids))
@@ -354,17 +314,3 @@ def test_fractional_ids_are_an_error(bert):
     calibrating, _ = split(bert, data)
     with pytest.raises(InputError, match="values of float64 that int64 cannot hold"):
         calibrating[0].load()
-
-
-def test_a_folder_of_arrays_has_rows_of_several_sizes(bert, tmp_path):
-    names = [spec.name for spec in bert.manifest.graphs[0].inputs]
-    for width in (4, 9):
-        ids = np.ones((2, width), np.int64)
-        np.savez(tmp_path / f"{width}.npz", **dict.fromkeys(names, ids))
-    data = read(bert, data=str(tmp_path))
-    assert data.description == f"{tmp_path.name}: 4 rows of arrays"
-    calibrating, _ = split(bert, data)
-    shapes = [batch.load()["input_ids"].shape for batch in calibrating]
-    assert shapes == [(1, 4), (1, 4), (1, 9), (1, 9)]
-    np.savez(tmp_path / "9.npz", **dict.fromkeys(names, 2 * ids))
-    assert read(bert, data=str(tmp_path)).content != data.content

@@ -393,15 +393,6 @@ def test_vectors_are_what_the_note_says(tiny, kind):
         model.embed(["text"])
 
 
-def test_more_images_than_a_batch_keep_their_order(tiny):
-    model = load_model(tiny.artifact("vit", "image-classification"))
-    images = [photo(20 + i, 30, seed=i) for i in range(70)]
-    together = model.classify_images(images)
-    for index in (0, 31, 32, 69):
-        alone = model.classify_images([images[index]])[0]
-        assert together[index].score == pytest.approx(alone.score, abs=SCORES)
-
-
 @pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "CMYK", "1", "YCbCr"])
 def test_other_modes_become_rgb_as_in_transformers(mode):
     from transformers.image_utils import load_image as reference

@@ -17,7 +17,6 @@ from enginery.runtime.tensorrt.capabilities import resolve_capabilities
 from enginery.runtime.tensorrt.engine_key import key_fields
 from enginery.runtime.tensorrt.library import has_tensorrt
 from enginery.runtime.tensorrt.options import CLASSIC, RTX, BuildOptions, check_options, get_flavor
-from tests.runtime.classic_tensorrt import ClassicTensorRT
 
 needs_rtx = pytest.mark.skipif(not has_tensorrt(RTX), reason="pip install 'enginery[tensorrt-rtx]'")
 L4 = CudaGpu("NVIDIA L4", "8.9", 24 << 30)
@@ -205,6 +204,9 @@ def test_key_of_rtx_has_exactly_the_fields_that_change_plans(monkeypatch):
 @pytest.fixture
 def classic(monkeypatch, gpu):
     """Classic TensorRT on an L4."""
+    pytest.importorskip("tensorrt_rtx_bindings", reason="pip install 'enginery[tensorrt-rtx]'")
+    from tests.runtime.classic_tensorrt import ClassicTensorRT
+
     monkeypatch.setitem(sys.modules, "tensorrt", ClassicTensorRT([]))
     monkeypatch.setattr(engine_key, "driver_version", lambda: "580.65.06")
     gpu(L4)

@@ -130,15 +130,6 @@ def test_settings_that_the_tokenizer_does_not_take_are_an_artifact_error(plain, 
         TextTokenizer.open(directory)
 
 
-@FAILURES
-def test_model_names_the_text_and_answers_the_others(tiny, tmp_path, kind, text, reason):
-    artifact = spoiled_copy(tiny.artifact("bert", "feature-extraction"), tmp_path / kind, kind)
-    with load_model(artifact) as model:
-        with pytest.raises(InputError, match=f"text 1 cannot be tokenized: .*{reason}"):
-            model.embed(["the pump", text])
-        assert model.embed(["the pump", "is warm"]).shape == (2, 32)
-
-
 def test_prompt_that_cannot_be_tokenized_is_named(tiny, tmp_path):
     artifact = tiny.artifact("bert", "feature-extraction")
     directory = spoiled_copy(artifact, tmp_path / "prompt", "no_unk").path
