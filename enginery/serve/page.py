@@ -1,4 +1,4 @@
-"""The web page at `/`: try a model, see the timings of a request, watch the queue.
+"""The web page at `/`: try a model, see its result and the timings of the request.
 
 It is one HTML document that requests nothing but this server's own routes. Responses are inserted
 as text only. In addition, the content security policy allows only the page's own script and style,
