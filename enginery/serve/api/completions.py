@@ -29,10 +29,8 @@ from enginery.runtime.tasks.generate import Generate
 from enginery.runtime.tasks.task import describe_value
 from enginery.serve.api.endpoints import (
     Routes,
-    has_task,
     json_response,
-    registry_of,
-    require_task,
+    select_model,
 )
 from enginery.serve.api.errors import invalid_field
 from enginery.serve.api.generate import (
@@ -49,7 +47,6 @@ from enginery.serve.api.logprobs import (
     chat_logprobs,
     completion_logprobs,
 )
-from enginery.serve.api.openai import find_model
 from enginery.serve.api.requests import RequestBody, Schema, Texts, invalid_value
 from enginery.serve.models.served_model import ServedModel
 
@@ -57,8 +54,6 @@ routes = Routes("openai")
 
 ToLogprobs = Callable[[Generate, list[Placed]], dict[str, Any]]
 """Describes the tokens of a piece of text in the shape of a route."""
-
-STATUSES = (400, 404, 413, 429, 503)
 
 _DEFAULT_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions."""
@@ -334,7 +329,6 @@ class _Answer:
     body=CompletionRequest,
     response=CompletionResponse,
     response_types=("application/json", "text/event-stream"),
-    statuses=STATUSES,
     runs_model=True,
 )
 async def completions(request: Request, body: CompletionRequest) -> Response:
@@ -405,7 +399,6 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     body=ChatRequest,
     response=ChatResponse,
     response_types=("application/json", "text/event-stream"),
-    statuses=STATUSES,
     runs_model=True,
 )
 async def chat_completions(request: Request, body: ChatRequest) -> Response:
@@ -474,12 +467,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
 
 def _select(request: Request, body: SamplingRequest) -> tuple[ServedModel, Generate]:
     """Return the model of a request, whose fields are all supported, and its task."""
-    model = find_model(
-        registry_of(request),
-        body.model or "",
-        fits=lambda model: has_task(model, (Generate.verb,)),
-    )
-    task = cast("Generate", require_task(request, model, Generate.verb))
+    model, task = select_model(request, body.model, Generate.verb)
     for name, harmless in _UNSUPPORTED.items():
         value = getattr(body, name, None)
         if value is not None and not any(
@@ -491,7 +479,7 @@ def _select(request: Request, body: SamplingRequest) -> tuple[ServedModel, Gener
                 field=name,
                 do="Leave it out.",
             )
-    return model, task
+    return model, cast("Generate", task)
 
 
 def _options(body: SamplingRequest, task: Generate, max_tokens: int | None) -> dict[str, Any]:

@@ -37,8 +37,7 @@ _PARSING = ThreadPoolExecutor(1, "enginery-parse")
 """The thread that parses larger ones."""
 
 INFERENCE_STATUSES = (400, 404, 413, 422, 429, 503)
-"""Error statuses of a route that runs a model. The OpenAPI document adds 401 and those of every
-route."""
+"""Error statuses of a route that runs a model."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Endpoint:
     response: Any = Any
     """Type of the JSON response."""
     statuses: tuple[int, ...] = ()
-    """Error statuses of this route."""
+    """Error statuses beside those of every route, and of every route that runs a model."""
     runs_model: bool = False
     """A model runs for each request, which Triton's statistics count."""
     public: bool = False
@@ -154,7 +153,7 @@ def config_of(request: Request) -> ServeConfig:
 
 def select_model(
     request: Request,
-    name: str | None,
+    name: str | None = "",
     *verbs: str,
     fits: Callable[[ServedModel], bool] | None = None,
 ) -> tuple[ServedModel, Task]:
@@ -163,7 +162,7 @@ def select_model(
     Args:
         request: the request.
         name: name in the body; empty or None for none.
-        verbs: the tasks of the route.
+        verbs: the tasks of the route; none for any task.
         fits: returns True for models to choose from without a name; None for all with such a task.
 
     Raises:
@@ -172,11 +171,28 @@ def select_model(
         UnavailableError: the model is not ready.
         HTTPError: the model was exported for another task.
     """
-    registry: ModelRegistry = request.scope["app"].state.registry
     named = request.path_params.get("model") or name or ""
     tasks = dict.fromkeys(task for verb in verbs for task in TASKS[verb].tasks)
-    model = registry.select(named, fits or (lambda model: has_task(model, verbs)), tasks)
-    return model, require_task(request, model, *verbs)
+    fits = fits or (lambda model: has_task(model, verbs))
+    model = require_ready(request, registry_of(request).select(named, fits, tasks))
+    task = model.task
+    if task is not None and (not verbs or task.verb in verbs):
+        return model, task
+    purposes = " or ".join(TASKS[verb].purpose for verb in verbs)
+    if task is not None:
+        do = f"It {task.purpose}: POST /predict/{model.name}."
+    else:
+        do = f"Send tensors: POST /v2/models/{model.name}/infer."
+    raise invalid_field(
+        f"model '{model.name}' was exported for {model.artifact.manifest.task}"
+        + (
+            f", expected a model that {purposes}."
+            if verbs
+            else ", which this server supports with tensors only."
+        ),
+        field="model",
+        do=do,
+    )
 
 
 def select_view(
@@ -214,38 +230,6 @@ def require_ready(request: Request, model: ServedModel) -> ServedModel:
         reason = f": {model.reason.rstrip('.')}" if model.reason else ""
         raise UnavailableError(f"model '{model.name}' is {model.state}{reason}.")
     return model
-
-
-def require_task(request: Request, model: ServedModel, *verbs: str) -> Task:
-    """Return the task of a model.
-
-    Args:
-        request: the request.
-        model: the model.
-        verbs: the accepted tasks; none for any task.
-
-    Raises:
-        UnavailableError: the model is not ready.
-        HTTPError: the model was exported for another task.
-    """
-    task = require_ready(request, model).task
-    if task is not None and (not verbs or task.verb in verbs):
-        return task
-    purposes = " or ".join(TASKS[verb].purpose for verb in verbs)
-    if task is not None:
-        do = f"It {task.purpose}: POST /predict/{model.name}."
-    else:
-        do = f"Send tensors: POST /v2/models/{model.name}/infer."
-    raise invalid_field(
-        f"model '{model.name}' was exported for {model.artifact.manifest.task}"
-        + (
-            f", expected a model that {purposes}."
-            if verbs
-            else ", which this server supports with tensors only."
-        ),
-        field="model",
-        do=do,
-    )
 
 
 async def run_inference(

@@ -31,7 +31,6 @@ from enginery.runtime.tasks.generate import Generate, Generation, TimedGeneratio
 from enginery.runtime.tasks.results import to_plain
 from enginery.runtime.tasks.task import ModelInputs, Task, count_characters
 from enginery.serve.api.endpoints import (
-    INFERENCE_STATUSES,
     Routes,
     json_response,
     run_inference,
@@ -174,7 +173,6 @@ def _token_details(logprobs: Sequence[TokenLogprob], task: Generate) -> dict[str
     summary="Generate text",
     body=GenerateRequest,
     response=Generated | list[Generated | list[Generated]],
-    statuses=INFERENCE_STATUSES,
     runs_model=True,
 )
 async def generate(request: Request, body: GenerateRequest) -> Response:
@@ -194,12 +192,12 @@ async def generate(request: Request, body: GenerateRequest) -> Response:
     body=GenerateRequest,
     response=str,
     response_types=("text/event-stream",),
-    statuses=INFERENCE_STATUSES,
     runs_model=True,
 )
 async def generate_stream(request: Request, body: GenerateRequest) -> Response:
     """Answer POST /generate_stream: the text for one input as server-sent events."""
-    model, task = select_generator(request, body.model)
+    model, selected = select_model(request, body.model, Generate.verb)
+    task = cast("Generate", selected)
     inputs = read_files(task, body.inputs[0])
     if len(inputs) != 1:
         raise invalid_field(
@@ -246,12 +244,6 @@ class StreamedRequest:
     """Prepares the inputs; called in a thread."""
     inputs: Sequence[Any]
     """The inputs, for their number and size."""
-
-
-def select_generator(request: Request, name: str | None) -> tuple[ServedModel, Generate]:
-    """Return the model that generates text, and its task; see `select_model`."""
-    model, task = select_model(request, name, Generate.verb)
-    return model, cast("Generate", task)
 
 
 def read_files(task: Task, inputs: Sequence[str]) -> list[Any]:

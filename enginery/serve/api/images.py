@@ -15,7 +15,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from enginery.serve.api.endpoints import (
-    INFERENCE_STATUSES,
     Routes,
     json_response,
     run_inference,
@@ -71,7 +70,6 @@ def _declare(task: str, verb: str, item: Any, summary: str) -> None:
         body=PredictAnyRequest,
         other_bodies=_BODIES,
         response=list[item] | list[list[item]],
-        statuses=INFERENCE_STATUSES,
         runs_model=True,
     )
     async def answer(request: Request) -> Response:
@@ -93,7 +91,7 @@ _declare(
 
 async def _results(request: Request, verb: str) -> tuple[Any, bool]:
     """Return a model's results for a request, and True if they are of one image, not of a list."""
-    model, task = select_model(request, None, verb)
+    model, task = select_model(request, "", verb)
     inputs = await read_any(request, task, model.name)
     results = await run_inference(
         request, model, task, inputs.items, inputs.parameters, "parameters."

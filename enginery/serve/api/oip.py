@@ -32,7 +32,6 @@ from enginery.runtime.tasks.classify import LabelOptions, label_names
 from enginery.runtime.tasks.results import output_tensors
 from enginery.runtime.tasks.task import MAX_RESULTS, Task
 from enginery.serve.api.endpoints import (
-    INFERENCE_STATUSES,
     Routes,
     json_response,
     parsed,
@@ -276,7 +275,6 @@ class OutputSelection:
     body=InferRequest,
     response=InferResponse,
     response_types=("application/json", "application/octet-stream"),
-    statuses=INFERENCE_STATUSES,
     runs_model=True,
     other_bodies={"application/octet-stream": {}},
 )

@@ -24,13 +24,10 @@ from starlette.responses import Response
 from enginery.runtime.tasks.generate import Generate
 from enginery.runtime.tasks.task import PLURALS, Modality, Task
 from enginery.serve.api.endpoints import (
-    INFERENCE_STATUSES,
     Routes,
     config_of,
     json_response,
     parsed,
-    registry_of,
-    require_task,
     run_inference,
     select_model,
 )
@@ -96,14 +93,12 @@ class PredictInputs:
     summary="Run a model of any task",
     body=PredictAnyRequest,
     response=PredictAnyResponse,
-    statuses=INFERENCE_STATUSES,
     runs_model=True,
     other_bodies=FILE_BODIES,
 )
 async def predict_any(request: Request) -> Response:
     """Answer POST /predict/{model}: run the model's task."""
-    model = registry_of(request).get(request.path_params["model"])
-    task = require_task(request, model)
+    model, task = select_model(request)
     inputs = await read_any(request, task, model.name)
     results = await run_inference(
         request, model, task, inputs.items, inputs.parameters, "parameters."
@@ -150,7 +145,6 @@ class ZeroShotResponse(Schema):
     summary="Choose among labels that the model was not trained on",
     body=ZeroShotRequest,
     response=ZeroShotResponse | list[ZeroShotResponse],
-    statuses=INFERENCE_STATUSES,
     runs_model=True,
 )
 async def zero_shot(request: Request, body: ZeroShotRequest) -> Response:

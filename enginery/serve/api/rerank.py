@@ -17,7 +17,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from enginery.serve.api.endpoints import (
-    INFERENCE_STATUSES,
     Routes,
     has_task,
     json_response,
@@ -79,7 +78,6 @@ class DocumentsResponse(Schema):
     summary="Rank documents by relevance to a query",
     body=DocumentsRequest,
     response=DocumentsResponse,
-    statuses=INFERENCE_STATUSES,
     runs_model=True,
 )
 async def rerank_documents(request: Request, body: DocumentsRequest) -> Response:

@@ -30,19 +30,15 @@ from enginery.serve.api.endpoints import (
     Routes,
     config_of,
     json_response,
-    registry_of,
-    require_task,
     run_inference,
+    select_model,
 )
 from enginery.serve.api.errors import empty_input, invalid_body, invalid_field
 from enginery.serve.api.generate import StreamedRequest, event_stream, run_stream, sent_event
-from enginery.serve.api.openai import find_model
 from enginery.serve.api.requests import RequestBody, Schema, parse
 from enginery.serve.models.served_model import ServedModel
 
 routes = Routes("openai")
-
-STATUSES = (400, 404, 413, 429, 503)
 
 _MAX_PARTS = 32
 _VERBS = (Generate.verb, Transcribe.verb)
@@ -118,7 +114,6 @@ _RESPONSE_TYPES = ("application/json", "text/plain", "text/event-stream")
     summary="Transcribe speech",
     response=SpeechText | VerboseSpeechText,
     response_types=_RESPONSE_TYPES,
-    statuses=STATUSES,
     runs_model=True,
     other_bodies={"multipart/form-data": _form_of(TranscriptionRequest)},
 )
@@ -146,7 +141,6 @@ async def transcriptions(request: Request) -> Response:
     summary="Translate speech into English",
     response=SpeechText | VerboseSpeechText,
     response_types=_RESPONSE_TYPES[:2],
-    statuses=STATUSES,
     runs_model=True,
     other_bodies={"multipart/form-data": _form_of(SpeechRequest)},
 )
@@ -165,8 +159,7 @@ def _select(request: Request, name: str | None, verbs: Sequence[str]) -> tuple[S
         task = model.task
         return task is not None and task.verb in verbs and task.modality == "audio"
 
-    model = find_model(registry_of(request), name or "", hears)
-    task = require_task(request, model, *verbs)
+    model, task = select_model(request, name, *verbs, fits=hears)
     if task.modality != "audio":
         raise invalid_field(
             f"model '{model.name}' {task.purpose} from {task.modality}, expected a model of "

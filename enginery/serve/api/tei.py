@@ -34,13 +34,11 @@ from enginery.serve.api.endpoints import (
     config_of,
     json_response,
     parsed,
-    registry_of,
-    require_ready,
     run_inference,
     select_model,
     select_view,
 )
-from enginery.serve.api.errors import HTTPError, invalid_field
+from enginery.serve.api.errors import invalid_field
 from enginery.serve.api.requests import (
     STRING,
     TOKEN_IDS,
@@ -65,7 +63,7 @@ from enginery.serve.api.rerank import (
     rerank_documents,
     score,
 )
-from enginery.serve.models.served_model import ServedModel
+from enginery.serve.models.served_model import ServedModel, too_many_inputs
 
 routes = Routes("tei")
 Pair = str | tuple[str, str]
@@ -271,7 +269,6 @@ class RootRequest(RequestBody):
     summary="Embed texts",
     body=EmbedRequest,
     response=list[list[float]],
-    statuses=INFERENCE_STATUSES,
     runs_model=True,
 )
 async def embed(request: Request, body: EmbedRequest) -> Response:
@@ -293,7 +290,6 @@ async def embed(request: Request, body: EmbedRequest) -> Response:
     summary="Embed each token of texts",
     body=EmbedAllRequest,
     response=list[list[list[float]]],
-    statuses=INFERENCE_STATUSES,
     runs_model=True,
 )
 async def embed_all(request: Request, body: EmbedAllRequest) -> Response:
@@ -308,7 +304,6 @@ async def embed_all(request: Request, body: EmbedAllRequest) -> Response:
     summary="Embed texts as sparse vectors over the vocabulary",
     body=EmbedAllRequest,
     response=list[list[SparseValue]],
-    statuses=INFERENCE_STATUSES,
     runs_model=True,
 )
 async def embed_sparse(request: Request, body: EmbedAllRequest) -> Response:
@@ -359,7 +354,6 @@ def _weights_json(vector: SparseVector) -> bytes:
     summary="Cosine similarity of one text to others",
     body=SimilarityRequest,
     response=list[float],
-    statuses=INFERENCE_STATUSES,
     runs_model=True,
 )
 async def similarity(request: Request, body: SimilarityRequest) -> Response:
@@ -382,7 +376,6 @@ async def similarity(request: Request, body: SimilarityRequest) -> Response:
     summary="Classify texts or pairs of texts",
     body=PredictRequest,
     response=list[Prediction] | list[list[Prediction]],
-    statuses=INFERENCE_STATUSES,
     runs_model=True,
 )
 async def predict(request: Request, body: PredictRequest) -> Response:
@@ -412,7 +405,6 @@ async def predict(request: Request, body: PredictRequest) -> Response:
         }
     },
     response=list[Rank] | DocumentsResponse,
-    statuses=INFERENCE_STATUSES,
     runs_model=True,
 )
 async def rerank(request: Request) -> Response:
@@ -456,7 +448,6 @@ async def rank_texts(request: Request, body: RerankRequest) -> Response:
     body=RootRequest,
     other_bodies={"application/json": {"type": "object"}},
     response=list[Any],
-    statuses=INFERENCE_STATUSES,
     runs_model=True,
 )
 async def root(request: Request) -> Response:
@@ -549,9 +540,7 @@ async def decode(request: Request, body: DecodeRequest) -> Response:
 
 
 def _text_model(request: Request, name: str | None) -> tuple[ServedModel, TextTask]:
-    named = request.path_params.get("model") or name or ""
-    model = registry_of(request).select(named, lambda model: isinstance(model.task, TextTask))
-    task = require_ready(request, model).task
+    model, task = select_model(request, name, fits=lambda m: isinstance(m.task, TextTask))
     if not isinstance(task, TextTask):
         raise InputError(f"model '{model.name}' does not take texts, and has no tokenizer.")
     return model, task
@@ -560,21 +549,13 @@ def _text_model(request: Request, name: str | None) -> tuple[ServedModel, TextTa
 def _check_count(request: Request, count: int) -> None:
     max_inputs = config_of(request).max_inputs
     if count > max_inputs:
-        raise HTTPError(
-            413,
-            f"found {count} inputs, expected at most {max_inputs}.",
-            do="Send several requests.",
-        )
+        raise too_many_inputs(count, max_inputs)
 
 
 def _check_total(total: int, limit: int, unit: str) -> None:
     """Raise HTTPError if a request has too many characters or tokens."""
     if total > limit:
-        raise HTTPError(
-            413,
-            f"found {total} {unit}, expected at most {limit}.",
-            do="Send several requests.",
-        )
+        raise too_many_inputs(total, limit, unit)
 
 
 def _is_batch(value: Any) -> bool:
