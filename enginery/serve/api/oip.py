@@ -15,7 +15,7 @@ classification, and for the configuration, statistics and index of models.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -63,7 +63,7 @@ from enginery.serve.api.requests import (
     unknown_field,
 )
 from enginery.serve.models.served_model import ServedModel
-from enginery.serve.observability.metrics import ModelTotals, Total
+from enginery.serve.observability.metrics import InferenceStatistics, ModelTotals
 
 routes = Routes("oip")
 
@@ -186,23 +186,6 @@ class ModelConfiguration(Schema):
     max_batch_size: int
     input: list[ConfigInput]
     output: list[ConfigTensor]
-
-
-class Duration(Schema):
-    """Number and total duration of something ($duration_stat in the protocol)."""
-
-    count: int
-    ns: int
-
-
-class InferenceStatistics(Schema):
-    """Durations of a model's requests ($inference_stats in the protocol)."""
-
-    success: Duration
-    fail: Duration
-    queue: Duration
-    compute_input: Duration
-    compute_infer: Duration
 
 
 class ModelStatistics(Schema):
@@ -466,30 +449,10 @@ def _model_stats(request: Request, models: list[ServedModel]) -> list[dict[str, 
     totals = app.state.metrics.totals(
         {endpoint.pattern for endpoint in endpoints if endpoint.runs_model}
     )
-    stats = []
-    for model in models:
-        counts = totals.get(model.name, ModelTotals())
-        stats.append(
-            {
-                "name": model.name,
-                "version": VERSION,
-                "last_inference": round(counts.last_inference * 1e3),
-                "inference_count": counts.inputs,
-                "execution_count": counts.batches,
-                "inference_stats": {
-                    "success": _duration(counts.success),
-                    "fail": _duration(counts.fail),
-                    "queue": _duration(counts.queue),
-                    "compute_input": _duration(counts.tokenize),
-                    "compute_infer": _duration(counts.inference),
-                },
-            }
-        )
-    return stats
-
-
-def _duration(total: Total) -> dict[str, int]:
-    return {"count": total.count, "ns": round(total.seconds * 1e9)}
+    return [
+        {"name": model.name, "version": VERSION, **asdict(totals.get(model.name, ModelTotals()))}
+        for model in models
+    ]
 
 
 async def _infer_task(
