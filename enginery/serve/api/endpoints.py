@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import orjson
 from pydantic import BaseModel
+from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,7 +21,7 @@ from enginery.core.errors import EngineryError
 from enginery.runtime.tasks import TASKS
 from enginery.runtime.tasks.task import RowTask, Task, count_characters, count_inputs
 from enginery.runtime.tasks.views import View
-from enginery.serve.api.errors import fault_response, invalid_field
+from enginery.serve.api.errors import fault_response, invalid_body, invalid_field
 from enginery.serve.api.requests import json_object, parse
 from enginery.serve.batching.scheduler import Timings
 from enginery.serve.config import ServeConfig
@@ -131,6 +132,15 @@ async def parsed(read: Callable[[], Result], size: int) -> Result:
         return read()
     # In one thread for all: a parser holds Python's lock, which the event loop gets in between.
     return await asyncio.get_running_loop().run_in_executor(_PARSING, read)
+
+
+async def form_of(request: Request, *, max_files: int, max_fields: int) -> FormData:
+    """Return the parts of a form, which are to be closed; raise HTTPError if it is malformed."""
+    limit = config_of(request).max_body_bytes
+    try:
+        return await request.form(max_files=max_files, max_fields=max_fields, max_part_size=limit)
+    except (ValueError, LookupError) as error:  # LookupError: an unknown charset
+        raise invalid_body(f"the form cannot be read: {error}.") from error
 
 
 def json_response(value: Any, status: int = 200) -> Response:

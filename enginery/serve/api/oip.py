@@ -114,14 +114,12 @@ class InferRequest(RequestBody):
 
     inputs: Annotated[
         list[Any],
-        Field(min_length=1, description="a list of tensors"),
+        Field(min_length=1),
         WithJsonSchema({"type": "array", "items": RequestInput.model_json_schema(), "minItems": 1}),
     ]
     id: str | None = None
     parameters: dict[str, Any] | None = None
-    outputs: Annotated[
-        list[RequestOutput] | None, Field(description="a list of objects with a name")
-    ] = None
+    outputs: list[RequestOutput] | None = None
 
 
 class ResponseOutput(RequestInput):

@@ -31,7 +31,7 @@ from enginery.serve.api.endpoints import (
     select_model,
 )
 from enginery.serve.api.errors import invalid_field
-from enginery.serve.api.requests import Dimensions, RequestBody, Schema, TextsOrIds
+from enginery.serve.api.requests import Dimensions, RequestBody, Schema, TextsOrIds, listed
 from enginery.serve.models.served_model import ServedModel, too_many_inputs
 
 routes = Routes("openai")
@@ -103,8 +103,9 @@ class ModelsResponse(Schema):
 async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
     """Answer POST /v1/embeddings: embed texts or token ids."""
     model, task = select_model(request, body.model, "embed")
-    if len(body.input) > MAX_INPUTS:
-        raise too_many_inputs(len(body.input), MAX_INPUTS)
+    inputs = listed(body.input)
+    if len(inputs) > MAX_INPUTS:
+        raise too_many_inputs(len(inputs), MAX_INPUTS)
     as_base64 = body.encoding_format == "base64"
     if as_base64 and body.dtype not in (None, "float32"):
         # OpenAI's clients ask for base64 themselves, and read float32 from it.
@@ -114,7 +115,7 @@ async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
             do='Set encoding_format to "float".',
         )
     options = {"normalize": True, "dimensions": body.dimensions, "dtype": body.dtype}
-    vectors = await run_inference(request, model, task, body.input, options)
+    vectors = await run_inference(request, model, task, inputs, options)
     tokens = request.scope["state"]["record"].timings.tokens
     return json_response(
         {

@@ -17,7 +17,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
@@ -28,7 +28,7 @@ from enginery.runtime.tasks.generate import Generate, TimedGeneration
 from enginery.runtime.tasks.task import Task
 from enginery.serve.api.endpoints import (
     Routes,
-    config_of,
+    form_of,
     json_response,
     run_inference,
     select_model,
@@ -52,8 +52,9 @@ Format = Literal["json", "text", "srt", "vtt", "verbose_json"]
 
 
 class SpeechRequest(RequestBody):
-    """The fields of a form beside its file."""
+    """The fields of a form beside its file; those of a form are texts."""
 
+    model_config = ConfigDict(strict=False)
     model: str | None = None
     prompt: str | None = None
     response_format: Format | None = None
@@ -181,11 +182,7 @@ async def _read_form(request: Request, kind: type[SpeechRequest]) -> tuple[bytes
             f"found a body of {form_type[:60] or 'no type'!r}, expected multipart/form-data.",
             do="Send a form with the audio as file: curl -F file=@call.flac",
         )
-    limit = config_of(request).max_body_bytes
-    try:
-        parts = await request.form(max_files=1, max_fields=_MAX_PARTS, max_part_size=limit)
-    except (ValueError, LookupError) as error:  # LookupError: an unknown charset
-        raise invalid_body(f"the form cannot be read: {error}.") from error
+    parts = await form_of(request, max_files=1, max_fields=_MAX_PARTS)
     content, values = b"", dict[str, Any]()
     try:
         for name, part in parts.multi_items():
@@ -201,25 +198,12 @@ async def _read_form(request: Request, kind: type[SpeechRequest]) -> tuple[bytes
             elif field in _UNSUPPORTED:
                 raise invalid_field(f"{field} is not supported.", field=field, do="Leave it out.")
             elif part:  # an empty field is one that is left out
-                values[field] = _typed(kind, field, part)
+                values[field] = part
     finally:
         await parts.close()
     if not content:
         raise empty_input("file", "file is missing or empty, expected an audio file.")
     return content, parse(kind, values)
-
-
-def _typed(kind: type[SpeechRequest], field: str, text: str) -> Any:
-    """Return a form's text as a number or a boolean if the field is one; else as it is."""
-    annotation = str(kind.model_fields[field].annotation) if field in kind.model_fields else ""
-    if "float" in annotation:
-        try:
-            return float(text)
-        except ValueError:
-            return text
-    if "bool" in annotation:
-        return {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
-    return text
 
 
 def _options(task: Task, fields: SpeechRequest, own: Mapping[str, Any]) -> dict[str, Any]:

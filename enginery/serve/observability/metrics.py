@@ -136,7 +136,7 @@ class Metrics:
     """The server's counters and histograms, and gauges that are read at each scrape."""
 
     def __init__(self) -> None:
-        disable_created_metrics()  # a series for each other one, which nobody reads
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a series for each other one, which nobody reads
         self._registry = CollectorRegistry()
         self._models = _ModelCollector()
         self._registry.register(self._models)
@@ -312,7 +312,8 @@ class Metrics:
         metrics = self._by_model.get(model)
         if metrics is None:
             label = self._model_label(model)
-            metrics = _ModelMetrics(*(family.labels(label) for family in self._model_metrics))
+            families: tuple[Any, ...] = self._model_metrics
+            metrics = _ModelMetrics(*(family.labels(label) for family in families))
             if label == model:  # else clients could fill the memory with names
                 self._by_model[model] = metrics
         return metrics
