@@ -13,11 +13,12 @@ types, and pickles are trusted: what clients send is in them as values alone.
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import struct
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import orjson
@@ -121,6 +122,49 @@ class FrameReader:
             self._needed = header
         if at < size:
             self._rest += memoryview(data)[at:]
+
+
+class FrameConnection(asyncio.Protocol):
+    """One end of a connection, which sends and receives frames."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.transport: asyncio.Transport | None = None
+        self._reader = FrameReader(self.handle)
+        self._unsent: list[Any] = []
+
+    def handle(self, frame: Frame) -> None:
+        """Handle a frame that was received."""
+        raise NotImplementedError
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Note that frames can be sent."""
+        self._reader = FrameReader(self.handle)
+        self.transport = cast("asyncio.Transport", transport)
+
+    def connection_lost(self, _: Exception | None) -> None:
+        """Forget what was not sent."""
+        self.transport, self._unsent = None, []
+
+    def data_received(self, data: bytes) -> None:
+        """Handle the frames that have arrived."""
+        self._reader.feed(data)
+
+    def send(self, parts: list[Any]) -> None:
+        """Send a frame, together with those of the same turn of the event loop."""
+        if not self._unsent:
+            self.loop.call_soon(self._flush)
+        self._unsent += parts
+
+    def close(self) -> None:
+        """End the connection."""
+        if self.transport is not None:
+            self.transport.close()
+
+    def _flush(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.write(b"".join(unsent))
 
 
 def frame(kind: int, *parts: Any, flags: int = 0, model: int = 0, number: int = 0) -> list[Any]:

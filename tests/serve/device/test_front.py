@@ -202,7 +202,7 @@ async def test_requests_of_a_lost_device_fail_and_the_next_one_answers(exported,
         running = asyncio.create_task(ask(model, ["a"]))
         await until(lambda: batches)
         for connection in list(first.registry.fronts):
-            connection._transport.abort()
+            connection.transport.abort()
         first._server.close()
         socket.unlink(missing_ok=True)
         with pytest.raises(UnavailableError, match="'m' is being restarted"):
@@ -499,7 +499,7 @@ async def test_rows_go_to_the_device_with_the_fewest(exported, tmp_path):
             free.set()
         await asyncio.gather(*asked)
         for connection in list(one.registry.fronts):
-            connection._transport.abort()
+            connection.transport.abort()
         one._server.close()
         sockets[0].unlink()
         await until(lambda: len(model.numbers) == 1)
