@@ -418,13 +418,19 @@ def _file(item: bytes, where: str, modality: Modality) -> bytes:
 
 def tensors_from_results(task: Task, results: Sequence[Any]) -> list[InferTensor]:
     """Convert the results of a task to tensors."""
-    tensors = []
-    for name, array in result_tensors(task.result_type, results).items():
-        if array.dtype == object:
-            tensors.append(InferTensor(name, "BYTES", array.shape, array.reshape(-1).tolist()))
-        else:
-            tensors.append(InferTensor(name, DATATYPE_OF[array.dtype.name], array.shape, array))
-    return tensors
+    named = result_tensors(task.result_type, results)
+    return [_tensor(name, array) for name, array in named.items()]
+
+
+def _tensor(name: str, values: Any, dtype: str = "") -> InferTensor:
+    """Return a tensor; `dtype` is that of the graph's output, which tells bfloat16."""
+    array = np.asarray(values)
+    if dtype == "bfloat16":
+        return InferTensor(name, "BF16", array.shape, array.astype(np.float32))
+    if array.dtype != object:
+        return InferTensor(name, DATATYPE_OF[array.dtype.name], array.shape, array)
+    items = [item if isinstance(item, bytes) else str(item).encode() for item in array.ravel()]
+    return InferTensor(name, "BYTES", array.shape, items)
 
 
 # -- tensors of the graph -----------------------------------------------------------------------
@@ -495,14 +501,4 @@ def tensors_from_outputs(
 ) -> list[InferTensor]:
     """Convert the graph's outputs to tensors."""
     dtypes = {spec.name: spec.dtype for spec in outputs}
-    tensors = []
-    for name, value in values.items():
-        array = np.asarray(value)
-        if dtypes.get(name) == "bfloat16":
-            tensors.append(InferTensor(name, "BF16", array.shape, array.astype(np.float32)))
-        elif array.dtype == object:
-            items = [str(item).encode() for item in array.reshape(-1)]
-            tensors.append(InferTensor(name, "BYTES", array.shape, items))
-        else:
-            tensors.append(InferTensor(name, DATATYPE_OF[array.dtype.name], array.shape, array))
-    return tensors
+    return [_tensor(name, value, dtypes.get(name, "")) for name, value in values.items()]

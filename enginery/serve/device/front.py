@@ -21,8 +21,7 @@ from enginery.core.shapes import Profile
 from enginery.runtime.providers.selection import Provider
 from enginery.runtime.tasks.task import Row, RowTask, TaskOptions
 from enginery.serve.batching.queue import LIST_SHARE, ClosedError, OverloadedError, QueueEntry
-from enginery.serve.batching.scheduler import RowScheduler, Timings
-from enginery.serve.batching.workers import BatchResult
+from enginery.serve.batching.scheduler import BatchResult, RowScheduler, Timings
 from enginery.serve.config import ServeConfig
 from enginery.serve.device import wire
 from enginery.serve.models.backend import ModelFiles, open_task
@@ -191,17 +190,14 @@ class FrontModel(ServedModel):
     def info(self) -> dict[str, Any]:
         """Return the properties that the device processes sent, with their queues added up."""
         described = [*self._info.values()]
-        config = self._config
+        queues = [device_info["queue"] for device_info in described]
         queue = {
-            "inputs": self._pool.inputs
-            + sum(device_info["queue"]["inputs"] for device_info in described),
-            "tokens": sum(device_info["queue"]["tokens"] for device_info in described),
+            "inputs": self._pool.inputs + sum(device_queue["inputs"] for device_queue in queues),
+            "tokens": sum(device_queue["tokens"] for device_queue in queues),
             "wait_seconds": max(
-                (device_info["queue"]["wait_seconds"] for device_info in described), default=0.0
+                (device_queue["wait_seconds"] for device_queue in queues), default=0.0
             ),
-            "max_inputs": config.queue_inputs,
-            "max_tokens": config.queue_tokens,
-            "max_wait": config.max_wait,
+            **self._queue_limits(),
         }
         current = {"name": self.name, "state": self.state, "reason": self.reason, "queue": queue}
         if not described:

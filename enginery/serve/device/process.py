@@ -22,8 +22,7 @@ from typing import Any, ClassVar, NoReturn, cast
 
 from enginery.core.errors import EngineryError
 from enginery.serve.batching.queue import QueueEntry
-from enginery.serve.batching.scheduler import BatchScheduler
-from enginery.serve.batching.workers import BatchResult
+from enginery.serve.batching.scheduler import BatchResult, BatchScheduler
 from enginery.serve.config import ServeConfig
 from enginery.serve.device import wire
 from enginery.serve.http.lifecycle import (

@@ -43,8 +43,8 @@ from enginery.serve.batching.scheduler import (
     BatchStatistics,
     RowScheduler,
     Timings,
+    WorkerOptions,
 )
-from enginery.serve.batching.workers import WorkerOptions
 from enginery.serve.config import ServeConfig
 from enginery.serve.models.backend import ModelBackend, ModelFiles
 
@@ -189,6 +189,14 @@ class ServedModel(ABC):
     @abstractmethod
     def info(self) -> dict[str, Any]:
         """Return the model's state, queue and, once loaded, properties, as JSON."""
+
+    def _queue_limits(self) -> dict[str, Any]:
+        config = self._config
+        return {
+            "max_inputs": config.queue_inputs,
+            "max_tokens": config.queue_tokens,
+            "max_wait": config.max_wait,
+        }
 
     # -- inference ----------------------------------------------------------------------------
 
@@ -474,9 +482,7 @@ class LocalModel(ServedModel):
                 "inputs": self.queued_rows + self._pool.inputs,
                 "tokens": queue.tokens if queue else 0,
                 "wait_seconds": round(queue.estimated_wait_seconds, 3) if queue else 0.0,
-                "max_inputs": self._config.queue_inputs,
-                "max_tokens": self._config.queue_tokens,
-                "max_wait": self._config.max_wait,
+                **self._queue_limits(),
             },
         }
         if scheduler is not None:
@@ -495,7 +501,7 @@ class LocalModel(ServedModel):
                     backend.warm_up()
                 batches = self._open_batches(backend, prepare=in_worker)
                 schedulers.append(batches)
-                batches.workers.wait_prepared()
+                batches.wait_prepared()
                 if isinstance(backend.rows, TextGenerator):
                     schedulers.append(self._open_generation(backend.rows))
             except BaseException:

@@ -77,15 +77,15 @@ def hold(process):
     import threading
 
     free, batches = threading.Event(), []
-    workers = process.registry.get("m").scheduler.workers
-    run = workers._run
+    scheduler = process.registry.get("m").scheduler
+    run = scheduler._run_batch
 
     def held(batch):
         batches.append(batch)
         assert free.wait(WAIT)
         return run(batch)
 
-    workers._run = held
+    scheduler._run_batch = held
     return free, batches
 
 
