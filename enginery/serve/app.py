@@ -288,7 +288,7 @@ def _openapi_json(*, with_keys: bool) -> bytes:
 
 
 def _docs_html(openapi: bytes) -> bytes:
-    from enginery.serve.docs_page import docs_html  # as above
+    from enginery.serve.page import docs_html  # as above
 
     return docs_html(openapi)
 

@@ -1,8 +1,9 @@
-"""The web page at `/`: try a model, see the timings of a request, watch the queue.
+"""The web pages: at `/` to try a model, at `/docs` the OpenAPI document for people.
 
-It is one HTML document that requests nothing but this server's own routes. Responses are inserted
-as text only. In addition, the content security policy allows only the page's own script and style,
-by their hashes, so that HTML in a response could not run.
+Each is one HTML document, of which the first requests nothing but this server's own routes, and the
+second, which has no script, nothing at all. Responses are inserted as text only. In addition, the
+content security policy allows only a page's own script and style, by their hashes, so that HTML in
+a response could not run.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import hashlib
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+import orjson
 from starlette.responses import Response
 
 _FILE = Path(__file__).with_name("page.html")
+_DOCS = Path(__file__).with_name("docs.html")
 
 
 @cache
@@ -55,6 +59,22 @@ def html_headers(html: bytes) -> tuple[tuple[str, str], ...]:
 def page_response() -> Response:
     """Return the response to `GET /`."""
     return Response(page_html(), headers=dict(page_headers()), media_type="text/html")
+
+
+def docs_html(openapi: bytes) -> bytes:
+    """Return the page of an OpenAPI document, in UTF-8."""
+    from jinja2 import Environment, select_autoescape
+
+    document = orjson.loads(openapi)
+    groups: dict[str, list[dict[str, Any]]] = {tag["name"]: [] for tag in document["tags"]}
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            groups[operation["tags"][0]].append({**operation, "method": method, "path": path})
+    environment = Environment(
+        autoescape=select_autoescape(default=True), trim_blocks=True, lstrip_blocks=True
+    )
+    page = environment.from_string(_DOCS.read_text(encoding="utf-8"))
+    return page.render(document=document, groups=groups).encode()
 
 
 def docs_response(html: bytes) -> Response:

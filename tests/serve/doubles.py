@@ -11,7 +11,6 @@ import httpx
 import numpy as np
 
 from enginery.core.artifact.manifest import SourceRecord
-from enginery.core.errors import nearest
 from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.tasks import TASKS
@@ -22,7 +21,7 @@ from enginery.serve.app import make_app
 from enginery.serve.batching.scheduler import Timings
 from enginery.serve.config import ServeConfig
 from enginery.serve.keys import ApiKeys
-from enginery.serve.models.registry import ModelRegistry, ReloadResult, UnknownModelError
+from enginery.serve.models.registry import ModelRegistry, ReloadResult
 from enginery.serve.models.served_model import InferenceResult
 from tests.serve.conftest import seen
 
@@ -126,11 +125,7 @@ class StandInModels:
     def __iter__(self):
         return iter(self._models.values())
 
-    def get(self, name):
-        if name not in self._models:
-            raise UnknownModelError(f"there is no model '{name}'{nearest(name, self._models)}")
-        return self._models[name]
-
+    get = ModelRegistry.get
     select = ModelRegistry.select
 
     async def refresh(self):

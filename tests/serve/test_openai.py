@@ -77,7 +77,11 @@ def test_base64_is_little_endian_float32(running, expected):
         ({"input": [1, 600]}, None, "token id 600, expected whole numbers from 0 to 599"),
         ({"input": "a", "dimensions": 33}, "dimensions", "found 33, expected at most 32"),
         ({"input": "a", "dimensions": "3"}, "dimensions", "found the string '3'"),
-        ({"input": "a", "encoding_format": "hex"}, "encoding_format", "expected float or base64"),
+        (
+            {"input": "a", "encoding_format": "hex"},
+            "encoding_format",
+            "expected 'float' or 'base64'",
+        ),
         ({"input": "a", "user": 3}, "user", "expected a string"),
     ],
 )

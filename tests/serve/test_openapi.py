@@ -18,8 +18,7 @@ with warnings.catch_warnings():
 from enginery.serve.api.endpoints import Endpoint
 from enginery.serve.api.openapi import openapi_json
 from enginery.serve.app import ENDPOINTS
-from enginery.serve.docs_page import docs_html
-from enginery.serve.page import html_headers
+from enginery.serve.page import docs_html, html_headers
 
 EXAMPLES = 5
 
@@ -78,8 +77,7 @@ def test_page_of_the_routes_has_every_route_and_field():
             assert f'id="{operation["operationId"]}"' in page
     for name in re.findall(r'href="#([^"]+)"', page):
         assert f'id="{name}"' in page
-    assert "<code>top_logprobs</code>" in page
-    assert "integer, 0 to 20" in page
+    assert "top_logprobs" in page
     assert not re.search(r"<script|https?://|url\(| on\w+=", page)
     policy = dict(html_headers(page.encode()))["content-security-policy"]
     assert "default-src 'none'" in policy
@@ -101,7 +99,7 @@ def test_names_in_the_page_of_the_routes_are_no_html():
     endpoint = Endpoint("POST", "/x", None, "plain", "<i>X</i>", body=Body, response=list[int])
     page = docs_html(openapi_json([endpoint], with_keys=False)).decode()
     assert not re.search(r"<script|<b>|<i>", page)
-    assert "&lt;script&gt;x" in page
+    assert r"\u003cscript\u003ex" in page
 
 
 CHECKS = [

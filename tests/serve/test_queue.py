@@ -2,14 +2,14 @@ import asyncio
 import random
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from enginery.core.errors import ProviderError
 from enginery.serve.batching.planner import BatchRules
 from enginery.serve.batching.queue import BatchQueue, ClosedError, OverloadedError, QueueEntry
-from enginery.serve.batching.scheduler import BatchScheduler, Timings
-from enginery.serve.batching.workers import WorkerOptions, Workers
+from enginery.serve.batching.scheduler import BatchScheduler, Timings, WorkerOptions
 
 RULES = BatchRules(max_tokens=64, max_rows=8, max_padding=0.1)
 
@@ -459,6 +459,12 @@ def test_waiting_for_rows_ends_with_a_row_and_with_the_queue():
     assert taken[1] is None
 
 
+def scheduler_of(queue, run, workers, deliver=bool):
+    """A scheduler whose results reach no request."""
+    loop = SimpleNamespace(call_soon_threadsafe=lambda *_: deliver())
+    return BatchScheduler(queue, run, loop, workers, on_batch=lambda _: None)
+
+
 def test_workers_prepare_one_after_another_before_their_first_batch():
     seen, running = [], []
 
@@ -474,7 +480,7 @@ def test_workers_prepare_one_after_another_before_their_first_batch():
 
     queue = new_queue()
     done = threading.Event()
-    workers = Workers(queue, run, lambda _: done.set(), WorkerOptions(3, prepare=prepare))
+    workers = scheduler_of(queue, run, WorkerOptions(3, prepare=prepare), done.set)
     workers.wait_prepared()
     assert len({*seen}) == 3
     queue.put(rows(0, 4), now=0.0)
@@ -487,9 +493,7 @@ def test_workers_do_not_prepare_after_the_queue_was_closed():
     prepared = []
     queue = new_queue()
     queue.close(drain=False)
-    workers = Workers(
-        queue, list, lambda _: None, WorkerOptions(2, prepare=lambda: prepared.append(1))
-    )
+    workers = scheduler_of(queue, list, WorkerOptions(2, prepare=lambda: prepared.append(1)))
     assert workers.join(10)
     assert not prepared
 
@@ -499,7 +503,7 @@ def test_worker_that_cannot_be_prepared_reports_why():
         raise ProviderError("no GPU")
 
     queue = new_queue()
-    workers = Workers(queue, list, lambda _: None, WorkerOptions(1, prepare=prepare))
+    workers = scheduler_of(queue, list, WorkerOptions(1, prepare=prepare))
     with pytest.raises(ProviderError, match="no GPU"):
         workers.wait_prepared()
     assert workers.join(10)

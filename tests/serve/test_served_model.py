@@ -330,24 +330,6 @@ async def test_dead_worker_thread_makes_the_model_unready(exported):
         assert (served.state, served.reason) == ("failed", "a worker thread has ended")
 
 
-async def test_undeliverable_batch_does_not_end_the_worker(exported, caplog):
-    async with serving(exported("bert", "feature-extraction"), workers=1) as served:
-        deliver = served.scheduler.workers._deliver
-
-        def once(done):
-            served.scheduler.workers._deliver = deliver
-            raise RuntimeError("lost")
-
-        served.scheduler.workers._deliver = once
-        lost = asyncio.create_task(ask(served, ["a"]))
-        while served.scheduler.workers._deliver is once:
-            await asyncio.sleep(0.001)
-        assert len((await ask(served, ["b"])).results) == 1
-        assert served.scheduler.workers.alive
-        lost.cancel()
-    assert "could not be delivered" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("options", "threads", "spinning"),
     [
@@ -475,7 +457,7 @@ async def test_closing_does_not_wait_for_a_batch_that_is_stuck(exported):
         await asyncio.sleep(0.2)
         it.check_health()
         await it.close(drain=False, timeout_seconds=600)
-        assert it.scheduler.workers.busy_seconds(), "it still runs"
+        assert it.scheduler.busy_seconds(), "it still runs"
         held.release()
         await asyncio.gather(running, return_exceptions=True)
 
@@ -499,9 +481,9 @@ async def test_closing_fails_requests_behind_a_batch_that_hangs(exported):
     free = threading.Event()
     async with serving(exported("bert", "feature-extraction"), workers=1) as model:
         run_batch = model.backend.runner
-        model.scheduler.workers._run = lambda batch: free.wait(60) and [None] * len(batch)
+        model.scheduler._run_batch = lambda batch: free.wait(60) and [None] * len(batch)
         running = asyncio.ensure_future(ask(model, ["a"]))
-        while waiting(model)[0] or not model.scheduler.workers.busy_seconds():
+        while waiting(model)[0] or not model.scheduler.busy_seconds():
             await asyncio.sleep(0.01)
         waits = asyncio.ensure_future(ask(model, ["b"]))
         await asyncio.sleep(0.05)
@@ -574,8 +556,8 @@ class Held:
     def __init__(self, served):
         self.runs = 0
         self._begun, self._go = threading.Event(), threading.Event()
-        self._run = served.scheduler.workers._run
-        served.scheduler.workers._run = self._held
+        self._run = served.scheduler._run_batch
+        served.scheduler._run_batch = self._held
 
     def _held(self, batch):
         self.runs += 1

@@ -26,13 +26,10 @@ from starlette.responses import Response
 from enginery.runtime.generation.options import MAX_TOP_LOGPROBS
 from enginery.runtime.generation.search import TokenLogprob
 from enginery.runtime.tasks.generate import Generate
-from enginery.runtime.tasks.task import describe_value
 from enginery.serve.api.endpoints import (
     Routes,
-    has_task,
     json_response,
-    registry_of,
-    require_task,
+    select_model,
 )
 from enginery.serve.api.errors import invalid_field
 from enginery.serve.api.generate import (
@@ -49,8 +46,7 @@ from enginery.serve.api.logprobs import (
     chat_logprobs,
     completion_logprobs,
 )
-from enginery.serve.api.openai import find_model
-from enginery.serve.api.requests import RequestBody, Schema, Texts, invalid_value
+from enginery.serve.api.requests import RequestBody, Schema, Texts, invalid_value, listed
 from enginery.serve.models.served_model import ServedModel
 
 routes = Routes("openai")
@@ -58,22 +54,12 @@ routes = Routes("openai")
 ToLogprobs = Callable[[Generate, list[Placed]], dict[str, Any]]
 """Describes the tokens of a piece of text in the shape of a route."""
 
-STATUSES = (400, 404, 413, 429, 503)
-
 _DEFAULT_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions."""
 _GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this count as 0: logits divided by them would overflow."""
-_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "min_p": (0,),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-}
-"""Fields that are not supported, with the values that ask for nothing."""
+EmptyList = Annotated[list[Any], Field(max_length=0)] | None
+"""A list of something that is not supported."""
 
 
 class StreamOptions(RequestBody):
@@ -109,9 +95,7 @@ class SamplingRequest(RequestBody):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1)] | None = None
-    stop: Annotated[str | list[str] | None, Field(description="a string or a list of strings")] = (
-        None
-    )
+    stop: str | list[str] | None = None
     seed: Annotated[int, Field(ge=0)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -121,12 +105,11 @@ class SamplingRequest(RequestBody):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: Annotated[
-        dict[str, Any] | None, Field(description="an object with a number for each token id")
-    ] = None
+    logit_bias: dict[str, Any] | None = None
+    """A number for each token id."""
     response_format: ResponseFormat | None = None
-    best_of: Any = None
-    min_p: Any = None
+    best_of: Literal[1] | None = None
+    min_p: Annotated[float, Field(ge=0, le=0)] | None = None
 
 
 class CompletionRequest(SamplingRequest):
@@ -135,7 +118,7 @@ class CompletionRequest(SamplingRequest):
     prompt: Texts
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    suffix: Any = None
+    suffix: Literal[""] | None = None
     source_language: str | None = None
     target_language: str | None = None
 
@@ -144,23 +127,20 @@ class ChatMessage(RequestBody):
     """A message of a conversation; content is a text, or a list of parts of the type `text`."""
 
     role: str
-    content: Annotated[
-        str | list[dict[str, Any]] | None,
-        Field(description="a string or a list of parts of the type text"),
-    ] = None
+    content: str | list[dict[str, Any]] | None = None
 
 
 class ChatRequest(SamplingRequest):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, description="a list of messages")]
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    function_call: Any = None
-    functions: Any = None
-    tool_choice: Any = None
-    tools: Any = None
+    function_call: Literal["none"] | None = None
+    functions: EmptyList = None
+    tool_choice: Literal["none", "auto"] | None = None
+    tools: EmptyList = None
 
 
 class CompletionUsage(Schema):
@@ -334,7 +314,6 @@ class _Answer:
     body=CompletionRequest,
     response=CompletionResponse,
     response_types=("application/json", "text/event-stream"),
-    statuses=STATUSES,
     runs_model=True,
 )
 async def completions(request: Request, body: CompletionRequest) -> Response:
@@ -364,21 +343,21 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
         }
     if not (body.max_tokens or task.has_encoder or task.has_own_length):
         options["max_new_tokens"] = _DEFAULT_TOKENS
-    stream = bool(body.stream)
+    stream, prompts = bool(body.stream), listed(body.prompt)
     prepare = partial(
         task.preprocess,
-        body.prompt,
+        prompts,
         task.Options.read(options),
         streams=stream,
         keep_stop=False,
         whole=task.has_encoder,
     )
-    streamed = StreamedRequest(model, task, prepare, body.prompt)
+    streamed = StreamedRequest(model, task, prepare, prompts)
     to_logprobs = None if body.logprobs is None else completion_logprobs
     answer = _answer(request, streamed, body, ("cmpl", "text_completion"), to_logprobs)
 
     def echoed(index: int) -> str:
-        return body.prompt[index // answer.count] if body.echo else ""
+        return prompts[index // answer.count] if body.echo else ""
 
     def choice(piece: _Piece, before: str = "") -> dict[str, Any]:
         return {
@@ -405,7 +384,6 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     body=ChatRequest,
     response=ChatResponse,
     response_types=("application/json", "text/event-stream"),
-    statuses=STATUSES,
     runs_model=True,
 )
 async def chat_completions(request: Request, body: ChatRequest) -> Response:
@@ -473,25 +451,9 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
 
 
 def _select(request: Request, body: SamplingRequest) -> tuple[ServedModel, Generate]:
-    """Return the model of a request, whose fields are all supported, and its task."""
-    model = find_model(
-        registry_of(request),
-        body.model or "",
-        fits=lambda model: has_task(model, (Generate.verb,)),
-    )
-    task = cast("Generate", require_task(request, model, Generate.verb))
-    for name, harmless in _UNSUPPORTED.items():
-        value = getattr(body, name, None)
-        if value is not None and not any(
-            value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
-            for allowed in harmless
-        ):
-            raise invalid_field(
-                f"{name}: found {describe_value(value)}, which is not supported.",
-                field=name,
-                do="Leave it out.",
-            )
-    return model, task
+    """Return the model of a request, and its task."""
+    model, task = select_model(request, body.model, Generate.verb)
+    return model, cast("Generate", task)
 
 
 def _options(body: SamplingRequest, task: Generate, max_tokens: int | None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import orjson
 from pydantic import BaseModel
+from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,7 +21,7 @@ from enginery.core.errors import EngineryError
 from enginery.runtime.tasks import TASKS
 from enginery.runtime.tasks.task import RowTask, Task, count_characters, count_inputs
 from enginery.runtime.tasks.views import View
-from enginery.serve.api.errors import fault_response, invalid_field
+from enginery.serve.api.errors import fault_response, invalid_body, invalid_field
 from enginery.serve.api.requests import json_object, parse
 from enginery.serve.batching.scheduler import Timings
 from enginery.serve.config import ServeConfig
@@ -37,8 +38,7 @@ _PARSING = ThreadPoolExecutor(1, "enginery-parse")
 """The thread that parses larger ones."""
 
 INFERENCE_STATUSES = (400, 404, 413, 422, 429, 503)
-"""Error statuses of a route that runs a model. The OpenAPI document adds 401 and those of every
-route."""
+"""Error statuses of a route that runs a model."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Endpoint:
     response: Any = Any
     """Type of the JSON response."""
     statuses: tuple[int, ...] = ()
-    """Error statuses of this route."""
+    """Error statuses beside those of every route, and of every route that runs a model."""
     runs_model: bool = False
     """A model runs for each request, which Triton's statistics count."""
     public: bool = False
@@ -134,6 +134,15 @@ async def parsed(read: Callable[[], Result], size: int) -> Result:
     return await asyncio.get_running_loop().run_in_executor(_PARSING, read)
 
 
+async def form_of(request: Request, *, max_files: int, max_fields: int) -> FormData:
+    """Return the parts of a form, which are to be closed; raise HTTPError if it is malformed."""
+    limit = config_of(request).max_body_bytes
+    try:
+        return await request.form(max_files=max_files, max_fields=max_fields, max_part_size=limit)
+    except (ValueError, LookupError) as error:  # LookupError: an unknown charset
+        raise invalid_body(f"the form cannot be read: {error}.") from error
+
+
 def json_response(value: Any, status: int = 200) -> Response:
     """Build a JSON response; numpy arrays become lists, NaN becomes null."""
     body = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
@@ -154,7 +163,7 @@ def config_of(request: Request) -> ServeConfig:
 
 def select_model(
     request: Request,
-    name: str | None,
+    name: str | None = "",
     *verbs: str,
     fits: Callable[[ServedModel], bool] | None = None,
 ) -> tuple[ServedModel, Task]:
@@ -163,7 +172,7 @@ def select_model(
     Args:
         request: the request.
         name: name in the body; empty or None for none.
-        verbs: the tasks of the route.
+        verbs: the tasks of the route; none for any task.
         fits: returns True for models to choose from without a name; None for all with such a task.
 
     Raises:
@@ -172,11 +181,28 @@ def select_model(
         UnavailableError: the model is not ready.
         HTTPError: the model was exported for another task.
     """
-    registry: ModelRegistry = request.scope["app"].state.registry
     named = request.path_params.get("model") or name or ""
     tasks = dict.fromkeys(task for verb in verbs for task in TASKS[verb].tasks)
-    model = registry.select(named, fits or (lambda model: has_task(model, verbs)), tasks)
-    return model, require_task(request, model, *verbs)
+    fits = fits or (lambda model: has_task(model, verbs))
+    model = require_ready(request, registry_of(request).select(named, fits, tasks))
+    task = model.task
+    if task is not None and (not verbs or task.verb in verbs):
+        return model, task
+    purposes = " or ".join(TASKS[verb].purpose for verb in verbs)
+    if task is not None:
+        do = f"It {task.purpose}: POST /predict/{model.name}."
+    else:
+        do = f"Send tensors: POST /v2/models/{model.name}/infer."
+    raise invalid_field(
+        f"model '{model.name}' was exported for {model.artifact.manifest.task}"
+        + (
+            f", expected a model that {purposes}."
+            if verbs
+            else ", which this server supports with tensors only."
+        ),
+        field="model",
+        do=do,
+    )
 
 
 def select_view(
@@ -214,38 +240,6 @@ def require_ready(request: Request, model: ServedModel) -> ServedModel:
         reason = f": {model.reason.rstrip('.')}" if model.reason else ""
         raise UnavailableError(f"model '{model.name}' is {model.state}{reason}.")
     return model
-
-
-def require_task(request: Request, model: ServedModel, *verbs: str) -> Task:
-    """Return the task of a model.
-
-    Args:
-        request: the request.
-        model: the model.
-        verbs: the accepted tasks; none for any task.
-
-    Raises:
-        UnavailableError: the model is not ready.
-        HTTPError: the model was exported for another task.
-    """
-    task = require_ready(request, model).task
-    if task is not None and (not verbs or task.verb in verbs):
-        return task
-    purposes = " or ".join(TASKS[verb].purpose for verb in verbs)
-    if task is not None:
-        do = f"It {task.purpose}: POST /predict/{model.name}."
-    else:
-        do = f"Send tensors: POST /v2/models/{model.name}/infer."
-    raise invalid_field(
-        f"model '{model.name}' was exported for {model.artifact.manifest.task}"
-        + (
-            f", expected a model that {purposes}."
-            if verbs
-            else ", which this server supports with tensors only."
-        ),
-        field="model",
-        do=do,
-    )
 
 
 async def run_inference(

@@ -30,7 +30,6 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from enginery.core.errors import EngineryError, InputError, OptionError, ShapeError
-from enginery.runtime.tasks.task import TaskOptionError
 from enginery.runtime.tasks.text import TooLongError
 from enginery.serve.batching.queue import OverloadedError
 from enginery.serve.models.registry import UnknownModelError
@@ -112,11 +111,13 @@ def to_http_error(error: EngineryError) -> HTTPError:
     if isinstance(error, HTTPError):
         return error
     status = next((status for kind, status in _STATUSES if isinstance(error, kind)), 503)
+    is_unknown = isinstance(error, UnknownModelError)
     return HTTPError(
         status,
         error.message,
         do=error.do,
-        field=error.field if isinstance(error, TaskOptionError) else "",
+        field="model" if is_unknown else getattr(error, "field", ""),
+        code="model_not_found" if is_unknown else "",
         retry_after_seconds=getattr(error, "retry_after_seconds", 1.0),
     )
 

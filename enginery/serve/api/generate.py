@@ -16,22 +16,21 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 import orjson
-from pydantic import Field, PlainValidator, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from typing_extensions import override
 
 from enginery.core.errors import EngineryError
+from enginery.runtime.audio.transcript import SpeechChunk
 from enginery.runtime.generation.search import TokenLogprob
 from enginery.runtime.tasks.generate import Generate, Generation, TimedGeneration
 from enginery.runtime.tasks.results import to_plain
 from enginery.runtime.tasks.task import ModelInputs, Task, count_characters
 from enginery.serve.api.endpoints import (
-    INFERENCE_STATUSES,
     Routes,
     json_response,
     run_inference,
@@ -45,13 +44,11 @@ from enginery.serve.api.errors import (
     to_http_error,
 )
 from enginery.serve.api.requests import (
-    STRING,
-    FieldValueError,
     Schema,
     StrictRequestBody,
-    any_of,
-    array_of,
+    Texts,
     file_from_base64,
+    listed,
 )
 from enginery.serve.batching.generation import Progress
 from enginery.serve.batching.scheduler import Timings
@@ -59,35 +56,13 @@ from enginery.serve.models.served_model import ServedModel
 
 routes = Routes("plain")
 
-Parameters = Annotated[
-    dict[str, Any] | None, Field(description="an object with options of generation")
-]
-
-
-def _texts(value: Any) -> tuple[list[str], bool]:
-    """Return the texts, and True if there is a single text instead of a list."""
-    if isinstance(value, str):
-        return [value], True
-    if not isinstance(value, list):
-        raise FieldValueError(value, "a string or a list of strings")
-    if not value:
-        raise FieldValueError(value, "one input or more", is_empty=True)
-    for index, text in enumerate(value):
-        if not isinstance(text, str):
-            raise FieldValueError(text, "a string", f"[{index}]")
-    return value, False
-
 
 class GenerateRequest(StrictRequestBody):
     """Body of /generate."""
 
-    inputs: Annotated[
-        Any,
-        PlainValidator(_texts),
-        WithJsonSchema(any_of(STRING, array_of(STRING, 1))),
-        Field(description="a string or a list of strings"),
-    ]
-    parameters: Parameters = None
+    inputs: Texts
+    parameters: dict[str, Any] | None = None
+    """Options of generation."""
     model: str | None = None
 
 
@@ -115,19 +90,12 @@ class Details(Schema):
     """With `top_logprobs` above 0: the most probable tokens of each place, best first."""
 
 
-class SpokenChunk(Schema):
-    """A part of what was said, with its start and end in seconds."""
-
-    text: str
-    timestamp: list[float | None]
-
-
 class Generated(Schema):
     """One result; `chunks` with `return_timestamps`."""
 
     generated_text: str
     details: Details
-    chunks: list[SpokenChunk] | None = None
+    chunks: list[SpeechChunk] | None = None
 
 
 def generated_json(result: Sequence[Generation], task: Generate) -> Any:
@@ -174,17 +142,15 @@ def _token_details(logprobs: Sequence[TokenLogprob], task: Generate) -> dict[str
     summary="Generate text",
     body=GenerateRequest,
     response=Generated | list[Generated | list[Generated]],
-    statuses=INFERENCE_STATUSES,
     runs_model=True,
 )
 async def generate(request: Request, body: GenerateRequest) -> Response:
     """Answer POST /generate: the texts for one input or for a list of them."""
     model, task = select_model(request, body.model, Generate.verb)
-    texts, single = body.inputs
-    inputs = read_files(task, texts)
+    inputs = read_files(task, listed(body.inputs))
     results = await run_inference(request, model, task, inputs, body.parameters or {})
     outputs = [generated_json(result, cast("Generate", task)) for result in results]
-    return json_response(outputs[0] if single else outputs)
+    return json_response(outputs[0] if isinstance(body.inputs, str) else outputs)
 
 
 @routes.post(
@@ -194,13 +160,13 @@ async def generate(request: Request, body: GenerateRequest) -> Response:
     body=GenerateRequest,
     response=str,
     response_types=("text/event-stream",),
-    statuses=INFERENCE_STATUSES,
     runs_model=True,
 )
 async def generate_stream(request: Request, body: GenerateRequest) -> Response:
     """Answer POST /generate_stream: the text for one input as server-sent events."""
-    model, task = select_generator(request, body.model)
-    inputs = read_files(task, body.inputs[0])
+    model, selected = select_model(request, body.model, Generate.verb)
+    task = cast("Generate", selected)
+    inputs = read_files(task, listed(body.inputs))
     if len(inputs) != 1:
         raise invalid_field(
             f"inputs: found {len(inputs)}, expected one for a stream.",
@@ -246,12 +212,6 @@ class StreamedRequest:
     """Prepares the inputs; called in a thread."""
     inputs: Sequence[Any]
     """The inputs, for their number and size."""
-
-
-def select_generator(request: Request, name: str | None) -> tuple[ServedModel, Generate]:
-    """Return the model that generates text, and its task; see `select_model`."""
-    model, task = select_model(request, name, Generate.verb)
-    return model, cast("Generate", task)
 
 
 def read_files(task: Task, inputs: Sequence[str]) -> list[Any]:

@@ -14,51 +14,19 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from enginery.runtime.tasks.classify import Label
+from enginery.runtime.tasks.detect import Detection
+from enginery.runtime.tasks.segment import Segment
 from enginery.serve.api.endpoints import (
-    INFERENCE_STATUSES,
     Routes,
     json_response,
     run_inference,
     select_model,
 )
 from enginery.serve.api.plain import FILE_BODIES, PredictAnyRequest, read_any
-from enginery.serve.api.requests import Schema
 
 routes = Routes("plain")
 _BODIES = {kind: schema for kind, schema in FILE_BODIES.items() if kind != "audio/*"}
-
-
-class ImageLabel(Schema):
-    """A label of an image."""
-
-    label: str
-    score: float
-
-
-class BoundingBox(Schema):
-    """The sides of an object in pixels."""
-
-    xmin: int
-    ymin: int
-    xmax: int
-    ymax: int
-
-
-class DetectedObject(Schema):
-    """An object in an image."""
-
-    label: str
-    score: float
-    box: BoundingBox
-
-
-class ImageSegment(Schema):
-    """A segment of an image."""
-
-    label: str
-    score: float | None
-    mask: str
-    """A PNG in base64: 255 for the pixels of the segment, else 0."""
 
 
 def _declare(task: str, verb: str, item: Any, summary: str) -> None:
@@ -71,7 +39,6 @@ def _declare(task: str, verb: str, item: Any, summary: str) -> None:
         body=PredictAnyRequest,
         other_bodies=_BODIES,
         response=list[item] | list[list[item]],
-        statuses=INFERENCE_STATUSES,
         runs_model=True,
     )
     async def answer(request: Request) -> Response:
@@ -80,20 +47,20 @@ def _declare(task: str, verb: str, item: Any, summary: str) -> None:
         return json_response(answers[0] if is_single else answers)
 
 
-_declare("image-classification", "classify_images", ImageLabel, "Classify an image")
-_declare("object-detection", "detect", DetectedObject, "Find objects in an image")
-_declare("image-segmentation", "segment", ImageSegment, "Segment an image")
+_declare("image-classification", "classify_images", Label, "Classify an image")
+_declare("object-detection", "detect", Detection, "Find objects in an image")
+_declare("image-segmentation", "segment", Segment, "Segment an image")
 _declare(
     "zero-shot-image-classification",
     "zero_shot_images",
-    ImageLabel,
+    Label,
     "Choose among labels that the model was not trained on, for an image",
 )
 
 
 async def _results(request: Request, verb: str) -> tuple[Any, bool]:
     """Return a model's results for a request, and True if they are of one image, not of a list."""
-    model, task = select_model(request, None, verb)
+    model, task = select_model(request, "", verb)
     inputs = await read_any(request, task, model.name)
     results = await run_inference(
         request, model, task, inputs.items, inputs.parameters, "parameters."

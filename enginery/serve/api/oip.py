@@ -15,14 +15,14 @@ classification, and for the configuration, statistics and index of models.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
-from pydantic import Field, WithJsonSchema
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -32,7 +32,6 @@ from enginery.runtime.tasks.classify import LabelOptions, label_names
 from enginery.runtime.tasks.results import output_tensors
 from enginery.runtime.tasks.task import MAX_RESULTS, Task
 from enginery.serve.api.endpoints import (
-    INFERENCE_STATUSES,
     Routes,
     json_response,
     parsed,
@@ -42,9 +41,10 @@ from enginery.serve.api.endpoints import (
 )
 from enginery.serve.api.errors import HTTPError, invalid_body, invalid_field
 from enginery.serve.api.oip_tensors import (
-    DATATYPES,
     BinaryData,
+    Datatype,
     InferTensor,
+    RequestTensor,
     feeds_from_tensors,
     inputs_from_tensors,
     read_tensor,
@@ -64,7 +64,7 @@ from enginery.serve.api.requests import (
     unknown_field,
 )
 from enginery.serve.models.served_model import ServedModel
-from enginery.serve.observability.metrics import ModelTotals, Total
+from enginery.serve.observability.metrics import InferenceStatistics, ModelTotals
 
 routes = Routes("oip")
 
@@ -83,14 +83,14 @@ HEADER_LENGTH = "inference-header-content-length"
 # Parameters that Triton's clients send for features of Triton: sequences and priorities.
 _IGNORED = ("sequence_id", "sequence_start", "sequence_end", "priority", "timeout")
 
-Datatype = Annotated[str, Field(json_schema_extra={"enum": list(DATATYPES)})]
-
 
 class OutputParameters(StrictRequestBody):
     """Parameters of a requested output."""
 
     binary_data: bool | None = None
+    """Append the data as bytes, instead of as JSON; null for what the request says of all."""
     classification: Annotated[int, Field(ge=0, le=MAX_RESULTS)] | None = None
+    """Triton's classification: number of best classes to return as `score:index:label`."""
 
 
 class RequestOutput(RequestBody):
@@ -99,34 +99,24 @@ class RequestOutput(RequestBody):
     name: str
     parameters: OutputParameters | None = None
 
+    @property
+    def classes(self) -> int:
+        """Number of classes to return; 0 for the tensor itself."""
+        return (self.parameters and self.parameters.classification) or 0
 
-class RequestInput(Schema):
-    """An input tensor of a request ($request_input in the protocol)."""
-
-    name: str
-    datatype: Datatype
-    shape: list[Annotated[int, Field(ge=0)]]
-    data: list[Any] | None = None
-    parameters: dict[str, Any] | None = None
+    def is_binary(self, *, default: bool) -> bool:
+        """Return True if its data are sent as bytes."""
+        chosen = self.parameters.binary_data if self.parameters else None
+        return default if chosen is None else chosen
 
 
 class InferRequest(RequestBody):
     """Body of /infer; tensors are read by `read_tensor`."""
 
-    inputs: Annotated[
-        list[Any],
-        Field(min_length=1, description="a list of tensors"),
-        WithJsonSchema({"type": "array", "items": RequestInput.model_json_schema(), "minItems": 1}),
-    ]
+    inputs: Annotated[list[RequestTensor], Field(min_length=1)]
     id: str | None = None
     parameters: dict[str, Any] | None = None
-    outputs: Annotated[
-        list[RequestOutput] | None, Field(description="a list of objects with a name")
-    ] = None
-
-
-class ResponseOutput(RequestInput):
-    """An output tensor of a response ($response_output in the protocol)."""
+    outputs: list[RequestOutput] | None = None
 
 
 class InferResponse(Schema):
@@ -134,7 +124,7 @@ class InferResponse(Schema):
 
     model_name: str
     model_version: str
-    outputs: list[ResponseOutput]
+    outputs: list[RequestTensor]
     id: str | None = None
 
 
@@ -189,23 +179,6 @@ class ModelConfiguration(Schema):
     output: list[ConfigTensor]
 
 
-class Duration(Schema):
-    """Number and total duration of something ($duration_stat in the protocol)."""
-
-    count: int
-    ns: int
-
-
-class InferenceStatistics(Schema):
-    """Durations of a model's requests ($inference_stats in the protocol)."""
-
-    success: Duration
-    fail: Duration
-    queue: Duration
-    compute_input: Duration
-    compute_infer: Duration
-
-
 class ModelStatistics(Schema):
     """What a model has done since the server started ($model_stat in the protocol)."""
 
@@ -257,18 +230,6 @@ class ModelReady(Schema):
     ready: bool
 
 
-@dataclass(frozen=True)
-class OutputSelection:
-    """An output to return, and how."""
-
-    name: str
-    binary: bool
-    """Append the data as bytes, instead of as JSON."""
-    classes: int
-    """Triton's classification: number of best classes to return as `score:index:label`; 0 for the
-    tensor itself."""
-
-
 @routes.post(
     "/v2/models/{model}/infer",
     "/v2/models/{model}/versions/{version}/infer",
@@ -276,7 +237,6 @@ class OutputSelection:
     body=InferRequest,
     response=InferResponse,
     response_types=("application/json", "application/octet-stream"),
-    statuses=INFERENCE_STATUSES,
     runs_model=True,
     other_bodies={"application/octet-stream": {}},
 )
@@ -291,16 +251,16 @@ async def infer(request: Request) -> Response:
     binary = parameters.pop("binary_data_output", None)
     if binary is not None and not isinstance(binary, bool):
         raise invalid_value("parameters.binary_data_output", "true or false", binary)
-    selections = _selected_outputs(body, binary=bool(binary))
+    requested = _requested(body)
     options = {name: value for name, value in parameters.items() if name not in _IGNORED}
     graph_inputs = {spec.name for spec in model.backend.record.inputs}
     if _tensor_task(model) and not graph_inputs & {tensor.name for tensor in tensors}:
-        outputs = await _infer_task(request, model, tensors, options, selections)
+        outputs = await _infer_task(request, model, tensors, options, requested)
     else:
         for name in options:
             raise unknown_field(name, (), "parameters.")
         outputs = await _infer_graph(request, model, tensors)
-    return _respond(model, body.id or "", outputs, selections, binary=bool(binary))
+    return _respond(model, body.id or "", outputs, requested, binary=bool(binary))
 
 
 @routes.get("/v2", summary="Server metadata", response=ServerMetadata)
@@ -468,30 +428,10 @@ def _model_stats(request: Request, models: list[ServedModel]) -> list[dict[str, 
     totals = app.state.metrics.totals(
         {endpoint.pattern for endpoint in endpoints if endpoint.runs_model}
     )
-    stats = []
-    for model in models:
-        counts = totals.get(model.name, ModelTotals())
-        stats.append(
-            {
-                "name": model.name,
-                "version": VERSION,
-                "last_inference": round(counts.last_inference * 1e3),
-                "inference_count": counts.inputs,
-                "execution_count": counts.batches,
-                "inference_stats": {
-                    "success": _duration(counts.success),
-                    "fail": _duration(counts.fail),
-                    "queue": _duration(counts.queue),
-                    "compute_input": _duration(counts.tokenize),
-                    "compute_infer": _duration(counts.inference),
-                },
-            }
-        )
-    return stats
-
-
-def _duration(total: Total) -> dict[str, int]:
-    return {"count": total.count, "ns": round(total.seconds * 1e9)}
+    return [
+        {"name": model.name, "version": VERSION, **asdict(totals.get(model.name, ModelTotals()))}
+        for model in models
+    ]
 
 
 async def _infer_task(
@@ -499,16 +439,16 @@ async def _infer_task(
     model: ServedModel,
     tensors: list[InferTensor],
     options: dict[str, Any],
-    selections: list[OutputSelection],
+    requested: list[RequestOutput],
 ) -> list[InferTensor]:
     task = _tensor_task(model)
     if task is None:
         raise AssertionError("only called for a model that answers a task")
-    classes = max((selection.classes for selection in selections), default=0)
+    classes = max((output.classes for output in requested), default=0)
     if classes and "top_k" not in options and issubclass(task.Options, LabelOptions):
         options["top_k"] = classes
     inputs = inputs_from_tensors(tensors, task, model.backend.record.inputs)
-    _check_outputs(selections, [output.name for output in output_tensors(task.result_type)])
+    _check_outputs(requested, [output.name for output in output_tensors(task.result_type)])
     results = await run_inference(request, model, task, inputs, options, "parameters.")
     return tensors_from_results(task, results)
 
@@ -550,8 +490,6 @@ def _tensors(body: InferRequest, tail: BinaryData) -> list[InferTensor]:
     tensors: dict[str, InferTensor] = {}
     for index, item in enumerate(body.inputs):
         path = f"inputs[{index}]"
-        if not isinstance(item, dict):
-            raise invalid_value(path, "an object with name, datatype, shape, data", item)
         tensor = read_tensor(item, tail, path)
         if tensor.name in tensors:
             raise invalid_field(f"input {quote(tensor.name)} occurs twice.", field="inputs")
@@ -560,25 +498,21 @@ def _tensors(body: InferRequest, tail: BinaryData) -> list[InferTensor]:
     return list(tensors.values())
 
 
-def _selected_outputs(body: InferRequest, *, binary: bool) -> list[OutputSelection]:
+def _requested(body: InferRequest) -> list[RequestOutput]:
     """Return the outputs that the request names; an empty list for all."""
-    selections: list[OutputSelection] = []
-    names: set[str] = set()
-    for output in body.outputs or ():
-        if output.name in names:
-            raise invalid_field(f"outputs: {quote(output.name)} occurs twice.", field="outputs")
-        names.add(output.name)
-        parameters = output.parameters or OutputParameters()
-        as_binary = binary if parameters.binary_data is None else parameters.binary_data
-        selections.append(OutputSelection(output.name, as_binary, parameters.classification or 0))
-    return selections
+    outputs = body.outputs or []
+    names = [output.name for output in outputs]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise invalid_field(f"outputs: {quote(name)} occurs twice.", field="outputs")
+    return outputs
 
 
-def _check_outputs(selections: list[OutputSelection], names: list[str]) -> None:
-    for selection in selections:
-        if selection.name not in names:
+def _check_outputs(requested: list[RequestOutput], names: list[str]) -> None:
+    for output in requested:
+        if output.name not in names:
             raise invalid_field(
-                f"there is no output {quote(selection.name)}{nearest(selection.name[:100], names)}",
+                f"there is no output {quote(output.name)}{nearest(output.name[:100], names)}",
                 field="outputs",
                 do=f"Outputs: {', '.join(names)}.",
             )
@@ -588,26 +522,25 @@ def _respond(
     model: ServedModel,
     request_id: str,
     outputs: list[InferTensor],
-    selections: list[OutputSelection],
+    requested: list[RequestOutput],
     *,
     binary: bool,
 ) -> Response:
     by_name = {tensor.name: tensor for tensor in outputs}
-    _check_outputs(selections, list(by_name))
-    selections = selections or [OutputSelection(name, binary, 0) for name in by_name]
+    _check_outputs(requested, list(by_name))
     graph_outputs = {spec.name for spec in model.backend.record.outputs}
     described: list[dict[str, Any]] = []
     pieces: list[bytes] = []
-    for selection in selections:
-        tensor = by_name[selection.name]
-        if selection.classes and tensor.name in graph_outputs:
-            tensor = _classified(tensor, selection.classes, model)
+    for output in requested or [RequestOutput(name=name) for name in by_name]:
+        tensor = by_name[output.name]
+        if output.classes and tensor.name in graph_outputs:
+            tensor = _classified(tensor, output.classes, model)
         entry: dict[str, Any] = {
             "name": tensor.name,
             "datatype": tensor.datatype,
             "shape": list(tensor.shape),
         }
-        if selection.binary:
+        if output.is_binary(default=binary):
             pieces.append(tensor.raw())
             entry["parameters"] = {"binary_data_size": len(pieces[-1])}
         else:

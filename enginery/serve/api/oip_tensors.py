@@ -15,17 +15,18 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from enginery.core.errors import nearest
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.tasks.results import VECTOR, output_tensors, result_tensors
 from enginery.runtime.tasks.task import Modality, Task, describe_value
 from enginery.serve.api.errors import empty_input, invalid_body, invalid_field
-from enginery.serve.api.requests import file_from_base64, invalid_value, quote, unknown_field
+from enginery.serve.api.requests import RequestBody, StrictRequestBody, file_from_base64, quote
 
 DATATYPES: dict[str, str] = {
     "BOOL": "bool",
@@ -57,6 +58,28 @@ _FILE_STARTS = (
     *(b"\x89PNG", b"\xff\xd8", b"GIF8", b"RIFF", b"II*\0", b"MM\0*", b"BM", b"\0\0\0"),
     *(b"RF64", b"OggS", b"fLaC", b"ID3", b"\xff"),
 )
+
+
+Datatype = Annotated[str, Field(json_schema_extra={"enum": list(DATATYPES)})]
+
+
+class TensorParameters(StrictRequestBody):
+    """Parameters of a tensor."""
+
+    binary_data_size: Annotated[int, Field(ge=0)] | None = None
+
+
+class RequestTensor(RequestBody):
+    """A tensor of a request or response ($request_input and $response_output in the protocol)."""
+
+    name: str
+    datatype: Datatype
+    shape: Annotated[
+        list[Annotated[int, Field(ge=0, le=_MAX_ELEMENTS)]], Field(max_length=_MAX_DIMS)
+    ]
+    data: Any = None
+    """A list; of numbers as long as their datatype says."""
+    parameters: TensorParameters | None = None
 
 
 @dataclass(frozen=True)
@@ -112,85 +135,48 @@ class BinaryData:
             raise invalid_body(f"{unread} bytes after the JSON belong to no input.")
 
 
-def read_tensor(tensor: dict[str, Any], tail: BinaryData, path: str) -> InferTensor:
+def read_tensor(tensor: RequestTensor, tail: BinaryData, path: str) -> InferTensor:
     """Parse one input of a request.
 
     Args:
-        tensor: the JSON object: name, datatype, shape, and data or parameters.
+        tensor: the input.
         tail: the binary data after the JSON.
         path: path of the input for error messages, such as `inputs[0]`.
 
     Raises:
-        HTTPError: a field is missing or invalid, the data do not match datatype and shape, or the
-            binary data are too short.
+        HTTPError: the data do not match datatype and shape, or the binary data are too short.
     """
-    name = _string(tensor, "name", path)
-    where = f"input {quote(name)}"
-    datatype = _string(tensor, "datatype", path)
+    datatype, shape, where = tensor.datatype, tuple(tensor.shape), f"input {quote(tensor.name)}"
     if datatype not in DATATYPES:
         raise invalid_field(
             f"{where}: unknown datatype {quote(datatype)}{nearest(datatype[:20], DATATYPES)}",
             field=f"{path}.datatype",
             do=f"Supported: {', '.join(DATATYPES)}.",
         )
-    shape = _shape(tensor.get("shape"), datatype, where, path)
-    parameters = tensor.get("parameters") or {}
-    if not isinstance(parameters, dict):
-        raise invalid_value(f"{path}.parameters", "an object", parameters)
-    for key in parameters:
-        if key != "binary_data_size":
-            raise unknown_field(key, ("binary_data_size",), f"{path}.parameters.")
-    size, data = parameters.get("binary_data_size"), tensor.get("data")
+    count, limit = math.prod(shape), _MAX_STRINGS if datatype == "BYTES" else _MAX_ELEMENTS
+    if count > limit:
+        raise invalid_field(
+            f"{where}: found a shape of {count} elements, expected at most {limit}.",
+            field=f"{path}.shape",
+        )
+    if count == 0:
+        raise empty_input(f"{path}.shape", f"{where}: shape {tensor.shape} has no elements.")
+    size = tensor.parameters.binary_data_size if tensor.parameters else None
+    if size is not None and tensor.data is not None:
+        raise invalid_field(
+            f"{where} has data and binary_data_size, expected one of them.", field=f"{path}.data"
+        )
     if size is not None:
-        if type(size) is not int or size < 0:
-            expected = "a whole number of 0 or more"
-            raise invalid_value(f"{path}.parameters.binary_data_size", expected, size)
-        if data is not None:
-            raise invalid_field(
-                f"{where} has data and binary_data_size, expected one of them.",
-                field=f"{path}.data",
-            )
         values = _from_bytes(tail.take(size, where), datatype, shape, where)
     else:
-        values = _from_json(data, datatype, shape, where)
+        values = _from_json(tensor.data, datatype, shape, where)
     if not isinstance(values, list) and values.dtype.kind == "f" and not np.isfinite(values).all():
         index = int(np.flatnonzero(~np.isfinite(values.reshape(-1)))[0])
         raise invalid_field(
             f"{where}: element {index} is {values.reshape(-1)[index]}, expected finite numbers.",
             field=f"{path}.data",
         )
-    return InferTensor(name, datatype, shape, values)
-
-
-def _string(tensor: dict[str, Any], name: str, path: str) -> str:
-    value = tensor.get(name)
-    if not isinstance(value, str):
-        raise invalid_value(f"{path}.{name}", "a string", value)
-    return value
-
-
-def _shape(shape: Any, datatype: str, where: str, path: str) -> tuple[int, ...]:
-    field = f"{path}.shape"
-    if not isinstance(shape, list):
-        raise invalid_value(field, "a list of sizes", shape)
-    if len(shape) > _MAX_DIMS:
-        raise invalid_field(
-            f"{where} has {len(shape)} dims, expected at most {_MAX_DIMS}.", field=field
-        )
-    for index, size in enumerate(shape):
-        if type(size) is not int or not 0 <= size <= _MAX_ELEMENTS:
-            raise invalid_value(
-                f"{field}[{index}]", f"a whole number from 0 to {_MAX_ELEMENTS}", size
-            )
-    count, limit = math.prod(shape), _MAX_STRINGS if datatype == "BYTES" else _MAX_ELEMENTS
-    if count > limit:
-        raise invalid_field(
-            f"{where}: found a shape of {count} elements, expected at most {limit}.",
-            field=field,
-        )
-    if count == 0:
-        raise empty_input(field, f"{where}: shape {shape} has no elements.")
-    return tuple(shape)
+    return InferTensor(tensor.name, datatype, shape, values)
 
 
 def _from_bytes(
@@ -432,13 +418,19 @@ def _file(item: bytes, where: str, modality: Modality) -> bytes:
 
 def tensors_from_results(task: Task, results: Sequence[Any]) -> list[InferTensor]:
     """Convert the results of a task to tensors."""
-    tensors = []
-    for name, array in result_tensors(task.result_type, results).items():
-        if array.dtype == object:
-            tensors.append(InferTensor(name, "BYTES", array.shape, array.reshape(-1).tolist()))
-        else:
-            tensors.append(InferTensor(name, DATATYPE_OF[array.dtype.name], array.shape, array))
-    return tensors
+    named = result_tensors(task.result_type, results)
+    return [_tensor(name, array) for name, array in named.items()]
+
+
+def _tensor(name: str, values: Any, dtype: str = "") -> InferTensor:
+    """Return a tensor; `dtype` is that of the graph's output, which tells bfloat16."""
+    array = np.asarray(values)
+    if dtype == "bfloat16":
+        return InferTensor(name, "BF16", array.shape, array.astype(np.float32))
+    if array.dtype != object:
+        return InferTensor(name, DATATYPE_OF[array.dtype.name], array.shape, array)
+    items = [item if isinstance(item, bytes) else str(item).encode() for item in array.ravel()]
+    return InferTensor(name, "BYTES", array.shape, items)
 
 
 # -- tensors of the graph -----------------------------------------------------------------------
@@ -509,14 +501,4 @@ def tensors_from_outputs(
 ) -> list[InferTensor]:
     """Convert the graph's outputs to tensors."""
     dtypes = {spec.name: spec.dtype for spec in outputs}
-    tensors = []
-    for name, value in values.items():
-        array = np.asarray(value)
-        if dtypes.get(name) == "bfloat16":
-            tensors.append(InferTensor(name, "BF16", array.shape, array.astype(np.float32)))
-        elif array.dtype == object:
-            items = [str(item).encode() for item in array.reshape(-1)]
-            tensors.append(InferTensor(name, "BYTES", array.shape, items))
-        else:
-            tensors.append(InferTensor(name, DATATYPE_OF[array.dtype.name], array.shape, array))
-    return tensors
+    return [_tensor(name, value, dtypes.get(name, "")) for name, value in values.items()]

@@ -14,7 +14,6 @@ determines whether texts that are too long are truncated or rejected.
 from __future__ import annotations
 
 import binascii
-from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -23,20 +22,17 @@ from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
-from enginery.core.errors import nearest
 from enginery.runtime.text.vector_dtypes import VectorDtype
 from enginery.serve.api.endpoints import (
     Routes,
-    has_task,
     json_response,
     registry_of,
-    require_task,
     run_inference,
+    select_model,
 )
-from enginery.serve.api.errors import HTTPError, invalid_field
-from enginery.serve.api.requests import Dimensions, RequestBody, Schema, TextsOrIds, quote
-from enginery.serve.models.registry import ModelRegistry
-from enginery.serve.models.served_model import ServedModel
+from enginery.serve.api.errors import invalid_field
+from enginery.serve.api.requests import Dimensions, RequestBody, Schema, TextsOrIds, listed
+from enginery.serve.models.served_model import ServedModel, too_many_inputs
 
 routes = Routes("openai")
 
@@ -102,19 +98,14 @@ class ModelsResponse(Schema):
     summary="Embed texts",
     body=EmbeddingsRequest,
     response=EmbeddingsResponse,
-    statuses=(400, 404, 413, 429, 503),
     runs_model=True,
 )
 async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
     """Answer POST /v1/embeddings: embed texts or token ids."""
-    model = find_model(registry_of(request), body.model or "", _embeds)
-    task = require_task(request, model, "embed")
-    if len(body.input) > MAX_INPUTS:
-        raise HTTPError(
-            413,
-            f"input: found {len(body.input)} inputs, expected at most {MAX_INPUTS}.",
-            do="Send several requests.",
-        )
+    model, task = select_model(request, body.model, "embed")
+    inputs = listed(body.input)
+    if len(inputs) > MAX_INPUTS:
+        raise too_many_inputs(len(inputs), MAX_INPUTS)
     as_base64 = body.encoding_format == "base64"
     if as_base64 and body.dtype not in (None, "float32"):
         # OpenAI's clients ask for base64 themselves, and read float32 from it.
@@ -124,7 +115,7 @@ async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
             do='Set encoding_format to "float".',
         )
     options = {"normalize": True, "dimensions": body.dimensions, "dtype": body.dtype}
-    vectors = await run_inference(request, model, task, body.input, options)
+    vectors = await run_inference(request, model, task, inputs, options)
     tokens = request.scope["state"]["record"].timings.tokens
     return json_response(
         {
@@ -158,46 +149,9 @@ async def list_models(request: Request) -> Response:
 )
 async def show_model(request: Request) -> Response:
     """Answer GET /v1/models/{model}: retrieve one model."""
-    name = request.path_params["model"].removesuffix("/")
-    model = find_model(registry_of(request), name, _embeds)
+    model = registry_of(request).get(request.path_params["model"].removesuffix("/"))
     request.scope["state"]["record"].model = model.name
     return json_response(_model_object(model))
-
-
-def find_model(
-    registry: ModelRegistry, name: str, fits: Callable[[ServedModel], bool]
-) -> ServedModel:
-    """Return the model for OpenAI's `model` field.
-
-    Args:
-        registry: the server's models.
-        name: name of a model, id of its source, or the last part of that id; empty for the only
-            model that fits.
-        fits: returns True for models to choose from without a name.
-
-    Raises:
-        HTTPError: 404 if no model has this name.
-        ModelChoiceError: the name is empty, and not exactly one model fits.
-    """
-    if not name:
-        return registry.select(fits=fits)
-    if name in registry.names:
-        return registry.get(name)
-    for model in registry:
-        source = model.artifact.manifest.source
-        if name in (source.id, source.name):
-            return model
-    raise HTTPError(
-        404,
-        f"there is no model {quote(name)}{nearest(name[:200], registry.names)}",
-        do=f"Models: {', '.join(registry.names)}.",
-        field="model",
-        code="model_not_found",
-    )
-
-
-def _embeds(model: ServedModel) -> bool:
-    return has_task(model, ("embed",))
 
 
 def _base64(vector: NDArray[np.float32]) -> str:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import models_json_schema
 
 from enginery.core.version import __version__
-from enginery.serve.api.endpoints import Endpoint
+from enginery.serve.api.endpoints import INFERENCE_STATUSES, Endpoint
 from enginery.serve.api.requests import Schema
 from enginery.serve.observability.record import Protocol
 
@@ -139,6 +139,10 @@ def _responses(endpoint: Endpoint, schemas: dict[str, Any], *, with_keys: bool) 
     }
     responses: dict[str, Any] = {"200": {"description": _REASONS[200], "content": answers}}
     statuses = {*endpoint.statuses, *_EVERYWHERE}
+    if endpoint.runs_model:
+        statuses.update(INFERENCE_STATUSES)
+    if endpoint.protocol == "openai":  # whose status for invalid requests is 400
+        statuses.discard(422)
     if with_keys and not endpoint.public:
         statuses.add(401)
     error = {"$ref": _REF.format(model=_ERRORS.get(endpoint.protocol, Error).__name__)}

@@ -24,13 +24,11 @@ from starlette.responses import Response
 from enginery.runtime.tasks.generate import Generate
 from enginery.runtime.tasks.task import PLURALS, Modality, Task
 from enginery.serve.api.endpoints import (
-    INFERENCE_STATUSES,
     Routes,
     config_of,
+    form_of,
     json_response,
     parsed,
-    registry_of,
-    require_task,
     run_inference,
     select_model,
 )
@@ -38,15 +36,17 @@ from enginery.serve.api.errors import HTTPError, empty_input, invalid_body, inva
 from enginery.serve.api.generate import generated_json
 from enginery.serve.api.requests import (
     FILES,
-    FieldValueError,
     ListOfTexts,
     RequestBody,
     Schema,
     StrictRequestBody,
+    Texts,
     file_from_base64,
     invalid_value,
     json_object,
-    token_ids,
+    listed,
+    parse,
+    read_token_ids,
     unknown_field,
 )
 from enginery.serve.models.served_model import too_many_inputs
@@ -71,7 +71,8 @@ FILE_BODIES: dict[str, Any] = {
 class PredictAnyRequest(StrictRequestBody):
     """Body of /predict/{model}."""
 
-    inputs: str | dict[str, Any] | list[Any]
+    inputs: Any
+    """An input of the task, or a list of them."""
     parameters: dict[str, Any] | None = None
 
 
@@ -96,14 +97,12 @@ class PredictInputs:
     summary="Run a model of any task",
     body=PredictAnyRequest,
     response=PredictAnyResponse,
-    statuses=INFERENCE_STATUSES,
     runs_model=True,
     other_bodies=FILE_BODIES,
 )
 async def predict_any(request: Request) -> Response:
     """Answer POST /predict/{model}: run the model's task."""
-    model = registry_of(request).get(request.path_params["model"])
-    task = require_task(request, model)
+    model, task = select_model(request)
     inputs = await read_any(request, task, model.name)
     results = await run_inference(
         request, model, task, inputs.items, inputs.parameters, "parameters."
@@ -131,7 +130,7 @@ class ZeroShotParameters(StrictRequestBody):
 class ZeroShotRequest(RequestBody):
     """Body of /zero-shot-classification."""
 
-    inputs: str | ListOfTexts
+    inputs: Texts
     parameters: ZeroShotParameters
     model: str | None = None
 
@@ -150,14 +149,13 @@ class ZeroShotResponse(Schema):
     summary="Choose among labels that the model was not trained on",
     body=ZeroShotRequest,
     response=ZeroShotResponse | list[ZeroShotResponse],
-    statuses=INFERENCE_STATUSES,
     runs_model=True,
 )
 async def zero_shot(request: Request, body: ZeroShotRequest) -> Response:
     """Answer POST /zero-shot-classification in the form of Hugging Face's inference API."""
     model, task = select_model(request, body.model, "classify")
     is_single = isinstance(body.inputs, str)
-    texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
+    texts = listed(body.inputs)
     options = body.parameters.model_dump(exclude_none=True)
     results = await run_inference(request, model, task, texts, options, "parameters.")
     answers = [
@@ -207,21 +205,13 @@ async def read_any(request: Request, task: Task, name: str) -> PredictInputs:
         kind = {"image": "image/png", "audio": "audio/wav"}[task.modality]
         do = f"To send {FILES[task.modality]} itself, set its content type, such as {kind}."
         raise invalid_body(error.message, do=do) from None
-    for key in values:
-        if key not in PredictAnyRequest.model_fields:
-            raise unknown_field(key, tuple(PredictAnyRequest.model_fields))
-    parameters = values.get("parameters") or {}
-    if not isinstance(parameters, dict):
-        raise invalid_value("parameters", "an object", parameters)
-    if values.get("inputs") is None:
-        state = "null" if "inputs" in values else "missing"
-        raise invalid_field(f"inputs is {state}, expected {expected_inputs(task)}.", field="inputs")
-    inputs, max_inputs = values["inputs"], config_of(request).max_inputs
+    fields = parse(PredictAnyRequest, values)
+    inputs, max_inputs = fields.inputs, config_of(request).max_inputs
     # Counted before each is looked at; a list of whole numbers can be the token ids of one.
     if isinstance(inputs, list) and len(inputs) > max_inputs and type(inputs[0]) is not int:
         raise too_many_inputs(len(inputs), max_inputs)
-    items, single = await parsed(partial(read_inputs, task, values["inputs"]), len(body))
-    return PredictInputs(items, parameters, single=single)
+    items, single = await parsed(partial(read_inputs, task, inputs), len(body))
+    return PredictInputs(items, fields.parameters or {}, single=single)
 
 
 def _is_file(body: bytes) -> bool:
@@ -247,14 +237,7 @@ async def _read_form(request: Request, modality: Modality) -> PredictInputs:
     """Read the files of a form, from fields of any name."""
     files: list[Any] = []
     parameters: dict[str, Any] = {}
-    try:
-        parts = await request.form(
-            max_files=_MAX_FORM_PARTS,
-            max_fields=_MAX_FORM_PARTS,
-            max_part_size=config_of(request).max_body_bytes,
-        )
-    except (ValueError, LookupError) as error:  # LookupError: an unknown charset
-        raise invalid_body(f"the form cannot be read: {error}.") from error
+    parts = await form_of(request, max_files=_MAX_FORM_PARTS, max_fields=_MAX_FORM_PARTS)
     try:
         for name, part in parts.multi_items():
             if isinstance(part, UploadFile):
@@ -312,12 +295,7 @@ def _read_input(task: Task, value: Any, name: str, expected: str) -> Any:
     if len(task.inputs) > 1:
         return _read_parts(task, value, name, expected)
     if task.inputs[0].takes_token_ids and isinstance(value, list):
-        try:
-            return token_ids(value)
-        except FieldValueError as error:
-            if error.is_empty:
-                raise empty_input(name) from None
-            raise invalid_value(f"{name}{error.path}", error.expected, error.value) from None
+        return read_token_ids(value, name)
     if not isinstance(value, str):
         item = "a string or a list of token ids" if task.inputs[0].takes_token_ids else "a string"
         raise invalid_value(name, expected if name == "inputs" else item, value)

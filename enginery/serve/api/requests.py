@@ -8,29 +8,15 @@ from __future__ import annotations
 
 import binascii
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Annotated, Any, TypeVar
 
 import orjson
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    ValidationError,
-    WithJsonSchema,
-)
-from pydantic.fields import FieldInfo
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from enginery.core.errors import nearest
-from enginery.runtime.tasks.task import (
-    Modality,
-    describe_value,
-    expected_values,
-    without_null,
-)
+from enginery.runtime.tasks.task import Modality, describe_value
 from enginery.serve.api.errors import HTTPError, empty_input, invalid_body, invalid_field
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -44,7 +30,7 @@ _OBJECTS = re.compile(rb'[\[{]|"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
 """The start of a list or object, or an entire string; one without an end takes the rest."""
 MAX_TOKEN_IDS = 2**18
 """Maximum number of token ids of a text."""
-FILES: Mapping[Modality, str] = {"image": "an image file", "audio": "an audio file"}
+FILES: dict[Modality, str] = {"image": "an image file", "audio": "an audio file"}
 """What inputs that are not texts are called in messages."""
 
 _NAME_LENGTH = 60
@@ -72,89 +58,32 @@ class StrictRequestBody(RequestBody):
 BodyType = TypeVar("BodyType", bound=BaseModel)
 
 
-class FieldValueError(ValueError):
-    """An invalid value found by a validator: the value, what was expected, and its path."""
-
-    def __init__(
-        self, value: Any, expected: str, path: str = "", *, is_empty: bool = False
-    ) -> None:
-        super().__init__(expected)
-        self.value, self.expected, self.path, self.is_empty = value, expected, path, is_empty
-
-
 # -- types of fields ----------------------------------------------------------------------------
 
 
-def _one_or_more(value: Any) -> Any:
-    """Wrap a string in a list; raise FieldValueError for an empty list."""
-    if isinstance(value, str):
-        return [value]
-    if value == []:
-        raise FieldValueError(value, "one input or more", is_empty=True)
-    return value
-
-
-def _texts_or_ids(value: Any) -> list[str | list[int]]:
-    """Convert a text, token ids, or a list of them to a list of inputs."""
-    expected = "a string, a list of strings, or token ids"
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list):
-        raise FieldValueError(value, expected)
-    _one_or_more(value)
-    kinds = set(map(type, value))
-    if kinds == {str}:
-        return value
-    if kinds == {int}:
-        return [token_ids(value)]
-    for index, item in enumerate(value):
-        if isinstance(item, list):
-            token_ids(item, f"[{index}]")
-        elif not isinstance(item, str):
-            raise FieldValueError(item, "a string or a list of token ids", f"[{index}]")
-    return value
-
-
-def token_ids(value: list[Any], path: str = "") -> list[int]:
-    """Check the token ids of one text; raise FieldValueError if they are invalid."""
-    if not value:
-        raise FieldValueError(value, "one token id or more", path, is_empty=True)
-    if len(value) > MAX_TOKEN_IDS:
-        raise FieldValueError(value, f"{MAX_TOKEN_IDS} token ids at most", path)
-    for index, item in enumerate(value):
-        if type(item) is not int or not 0 <= item <= MAX_TOKEN_ID:
-            raise FieldValueError(item, f"a token id from 0 to {MAX_TOKEN_ID}", f"{path}[{index}]")
-    return value
-
-
-def any_of(*schemas: dict[str, Any]) -> dict[str, Any]:
-    """Return a JSON schema that allows any of several schemas."""
-    return {"anyOf": list(schemas)}
-
-
-def array_of(items: dict[str, Any], least: int = 0) -> dict[str, Any]:
-    """Return the JSON schema of a list with at least `least` items."""
-    return {"type": "array", "items": items, **({"minItems": least} if least else {})}
-
-
-STRING = {"type": "string"}
-TOKEN_ID = {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID}
-TOKEN_IDS = array_of(TOKEN_ID, 1)
-
-Texts = Annotated[
-    list[str],
-    BeforeValidator(_one_or_more),
-    WithJsonSchema(any_of(STRING, array_of(STRING, 1))),
-    Field(description="a string or a list of strings"),
+TokenIds = Annotated[
+    list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]],
+    Field(min_length=1, max_length=MAX_TOKEN_IDS, fail_fast=True),
 ]
-ListOfTexts = Annotated[list[str], Field(min_length=1, description="a list of strings")]
-TextsOrIds = Annotated[
-    list[Any],
-    PlainValidator(_texts_or_ids),
-    WithJsonSchema(any_of(STRING, array_of(any_of(STRING, TOKEN_IDS), 1), TOKEN_IDS)),
-    Field(description="a string, a list of strings, or token ids"),
-]
+ListOfTexts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
+Texts = str | ListOfTexts
+TextsOrIds = str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, fail_fast=True)]
 Dimensions = Annotated[int, Field(ge=1)]
+
+_TOKEN_IDS = TypeAdapter(TokenIds, config=ConfigDict(strict=True, defer_build=True))
+
+
+def listed(value: str | Sequence[Any]) -> list[Any]:
+    """Return a text, the token ids of one, or a list of them as a list of inputs."""
+    return [value] if isinstance(value, str) or type(value[0]) is int else list(value)
+
+
+def read_token_ids(value: Any, path: str) -> list[int]:
+    """Return the token ids of one text; raise HTTPError if they are invalid."""
+    try:
+        return _TOKEN_IDS.validate_python(value)
+    except ValidationError as error:
+        raise _invalid(error, value, path=path) from None
 
 
 # -- reading ------------------------------------------------------------------------------------
@@ -206,29 +135,90 @@ def parse(kind: type[BodyType], values: dict[str, Any]) -> BodyType:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        errors = error.errors(include_url=False)
-    # If all members of a union fail, report the error of the member that matched most deeply.
-    first = max(
-        errors,
-        key=lambda details: (details["loc"][:1] == errors[0]["loc"][:1], len(details["loc"])),
-    )
-    owner, field, names = _field_at(kind, first["loc"])
-    path = _path(names)
-    cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, FieldValueError):
-        path += cause.path
-        if cause.is_empty:
-            raise empty_input(path, f"{path} is empty, expected {cause.expected}.")
-        raise invalid_value(path, cause.expected, cause.value)
+        raise _invalid(error, values, fields=tuple(kind.model_fields)) from None
+
+
+def _invalid(
+    error: ValidationError, value: Any, *, path: str = "", fields: Sequence[str] = ()
+) -> HTTPError:
+    """Return the error of a request whose `value` is invalid.
+
+    Args:
+        error: what pydantic has reported.
+        value: the value.
+        path: where the body has it.
+        fields: names of the fields of a body.
+    """
+    errors = [(details, _place(details, value)) for details in error.errors(include_url=False)]
+    first, place = max(errors, key=_relevance)
+    alternatives = [details for details, keys in errors if keys == place]
+    if first["type"] == "too_long":
+        alternatives = [first]
+    for key in place:
+        path += f"[{key}]" if isinstance(key, int) else f".{key}" if path else key
     if first["type"] == "extra_forbidden":
-        where = f"{path}." if path else ""
-        raise unknown_field(str(first["loc"][-1]), tuple(owner.model_fields), where)
-    expected = _expected(owner, field, names, first)
+        name = str(place[-1])
+        return unknown_field(name, fields if path == name else (), path.removesuffix(name))
     if first["type"] == "missing":
-        raise invalid_field(f"{path} is missing, expected {expected}.", field=path)
-    if first["type"] == "too_short":
-        raise empty_input(path)
-    raise invalid_value(path, expected, first["input"])
+        return invalid_field(f"{path} is missing.", field=path)
+    if any(details["type"] == "too_short" for details in alternatives):
+        return empty_input(path)
+    return invalid_value(
+        path, " or ".join(dict.fromkeys(map(_expected, alternatives))), first["input"]
+    )
+
+
+def _relevance(error: tuple[Any, list[Any]]) -> tuple[bool, bool, int, int]:
+    """Return what is the largest for the error to report.
+
+    An unknown field may be a misspelled one that is missing. Of the members of a union the one is
+    meant that fits the largest part of the value: its error is the deepest, or the farthest.
+    """
+    details, place = error
+    index = place[-1] if place and isinstance(place[-1], int) else -1
+    return details["type"] == "extra_forbidden", details["type"] == "too_long", len(place), index
+
+
+_EXPECTED = {
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "dict_type": "an object",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "{ge} or more",
+    "int_type": "a whole number",
+    "less_than_equal": "{le} or less",
+    "list_type": "a list",
+    "model_type": "an object",
+    "string_type": "a string",
+    "too_long": "at most {max_length} items",
+}
+"""Words for what is expected, by pydantic's type of error."""
+
+
+def _expected(details: Any) -> str:
+    if details["type"] in _EXPECTED:
+        return _EXPECTED[details["type"]].format(**details.get("ctx", {}))
+    message: str = details["msg"]
+    return message.removeprefix("Input should be ")
+
+
+def _place(details: Any, value: Any) -> list[Any]:
+    """Return the keys and indices that lead to an error.
+
+    Pydantic's locations also have the names of members of unions, which are not part of the body.
+    """
+    keys: list[Any] = []
+    *_, missing = details["loc"] if details["type"] == "missing" else [None]
+    for part in details["loc"]:
+        if isinstance(value, dict) and (part in value or part == missing):
+            keys.append(part)
+            value = value.get(part)
+        elif isinstance(value, list) and isinstance(part, int):
+            keys.append(part)
+            value = value[part]
+    return keys
 
 
 def invalid_value(path: str, expected: str, value: Any) -> HTTPError:
@@ -243,7 +233,7 @@ def unknown_field(name: str, fields: Sequence[str], where: str = "") -> HTTPErro
     return invalid_field(
         f"unknown field {quote(where + name)}{nearest(name[:_NAME_LENGTH], fields)}",
         field=f"{where}{name[:_NAME_LENGTH]}",
-        do=f"Known: {', '.join(fields) or 'none'}.",
+        do=f"Known: {', '.join(fields)}." if fields else "",
     )
 
 
@@ -287,66 +277,3 @@ def file_from_base64(text: str, name: str, modality: Modality) -> bytes:
     if not content:
         raise empty_input(name, f"{name} is empty, expected {FILES[modality]}.")
     return content
-
-
-def _field_at(
-    kind: type[BaseModel], loc: Sequence[int | str]
-) -> tuple[type[BaseModel], FieldInfo | None, list[Any]]:
-    """Find the field that a validation error refers to.
-
-    Locations inside a union also contain names of its members, which are not part of the body.
-
-    Returns:
-        The model that the field belongs to; the field, or None if it is unknown; and the names and
-        indices that lead to it.
-    """
-    owner, current = kind, kind
-    field: FieldInfo | None = None
-    names: list[Any] = []
-    for part in loc:
-        if isinstance(part, int):
-            names.append(part)
-        elif current is not None:
-            owner, field = current, current.model_fields.get(part)
-            if field is None:
-                break
-            names.append(part)
-            current = _model_of(field.annotation)
-    return owner, field, names
-
-
-def _model_of(annotation: Any) -> Any:
-    """Return the model within an annotation such as `Model | None` or `list[Model]`."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    inner = getattr(annotation, "__args__", ())
-    return next((model for argument in inner if (model := _model_of(argument)) is not None), None)
-
-
-def _path(names: Sequence[Any]) -> str:
-    path = ""
-    for name in names:
-        path += f"[{name}]" if isinstance(name, int) else f".{name}" if path else str(name)
-    return path
-
-
-def _expected(
-    owner: type[BaseModel], field: FieldInfo | None, names: Sequence[Any], error: Any
-) -> str:
-    """Describe the values that a field takes."""
-    is_item = bool(names) and isinstance(names[-1], int)
-    if error["type"] == "string_type" and is_item:
-        return "a string"
-    if field is not None and field.description:
-        return field.description
-    if field is None or is_item or _model_of(field.annotation) is not None:
-        words = {
-            "string_type": "a string",
-            "bool_type": "true or false",
-            "dict_type": "an object",
-            "list_type": "a list",
-            "int_type": "a whole number",
-            "model_type": "an object",
-        }
-        return words.get(error["type"], "another value")
-    return expected_values(without_null(owner.model_json_schema()["properties"][names[-1]]))

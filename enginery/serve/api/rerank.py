@@ -10,14 +10,13 @@ r"""POST /v1/rerank and /v2/rerank in the shapes of Cohere's and Jina's clients.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from enginery.serve.api.endpoints import (
-    INFERENCE_STATUSES,
     Routes,
     has_task,
     json_response,
@@ -46,8 +45,10 @@ class DocumentsRequest(RequestBody):
     return_documents: bool | None = None
     model: str | None = None
     max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = None
-    max_chunks_per_doc: Annotated[int, Field(ge=1)] | None = None
-    rank_fields: list[str] | None = None
+    max_chunks_per_doc: Literal[1] | None = None
+    """Documents are cut once, at the model's own limit."""
+    rank_fields: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+    """Documents are ranked by their text."""
 
 
 class RankedDocument(Schema):
@@ -79,13 +80,20 @@ class DocumentsResponse(Schema):
     summary="Rank documents by relevance to a query",
     body=DocumentsRequest,
     response=DocumentsResponse,
-    statuses=INFERENCE_STATUSES,
     runs_model=True,
 )
 async def rerank_documents(request: Request, body: DocumentsRequest) -> Response:
     """Answer POST /v1/rerank and /v2/rerank."""
     texts = [item if isinstance(item, str) else item.text for item in body.documents]
-    _require_supported(request, body)
+    model, _ = select_model(request, body.model, "classify", fits=is_reranker)
+    limit = model.backend.limit
+    if body.max_tokens_per_doc is not None and body.max_tokens_per_doc < limit:
+        raise invalid_field(
+            f"max_tokens_per_doc: found {body.max_tokens_per_doc}, expected the model's limit, "
+            f"{limit}, or more.",
+            field="max_tokens_per_doc",
+            do="Leave it out.",
+        )
     model, scores = await score(request, body.model, body.query, texts, {})
     record = request.scope["state"]["record"]
     results = [
@@ -104,27 +112,6 @@ async def rerank_documents(request: Request, body: DocumentsRequest) -> Response
             "usage": {"total_tokens": record.timings.tokens},
         }
     )
-
-
-def _require_supported(request: Request, body: DocumentsRequest) -> None:
-    """Raise HTTPError for a field that would change the scores and is not supported."""
-    model, _ = select_model(request, body.model, "classify", fits=is_reranker)
-    limit = model.backend.limit
-    # Documents are ranked by their text, which is cut once, at the model's own limit.
-    for name, value, is_usual, expected in (
-        ("rank_fields", body.rank_fields, body.rank_fields == ["text"], '["text"]'),
-        ("max_chunks_per_doc", body.max_chunks_per_doc, body.max_chunks_per_doc == 1, "1"),
-        (
-            "max_tokens_per_doc",
-            body.max_tokens_per_doc,
-            (body.max_tokens_per_doc or 0) >= limit,
-            f"the model's limit, {limit}, or more",
-        ),
-    ):
-        if value is not None and not is_usual:
-            raise invalid_field(
-                f"{name}: found {value}, expected {expected}.", field=name, do="Leave it out."
-            )
 
 
 async def score(

@@ -17,7 +17,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
@@ -28,21 +28,17 @@ from enginery.runtime.tasks.generate import Generate, TimedGeneration
 from enginery.runtime.tasks.task import Task
 from enginery.serve.api.endpoints import (
     Routes,
-    config_of,
+    form_of,
     json_response,
-    registry_of,
-    require_task,
     run_inference,
+    select_model,
 )
 from enginery.serve.api.errors import empty_input, invalid_body, invalid_field
 from enginery.serve.api.generate import StreamedRequest, event_stream, run_stream, sent_event
-from enginery.serve.api.openai import find_model
 from enginery.serve.api.requests import RequestBody, Schema, parse
 from enginery.serve.models.served_model import ServedModel
 
 routes = Routes("openai")
-
-STATUSES = (400, 404, 413, 429, 503)
 
 _MAX_PARTS = 32
 _VERBS = (Generate.verb, Transcribe.verb)
@@ -56,8 +52,9 @@ Format = Literal["json", "text", "srt", "vtt", "verbose_json"]
 
 
 class SpeechRequest(RequestBody):
-    """The fields of a form beside its file."""
+    """The fields of a form beside its file; those of a form are texts."""
 
+    model_config = ConfigDict(strict=False)
     model: str | None = None
     prompt: str | None = None
     response_format: Format | None = None
@@ -118,7 +115,6 @@ _RESPONSE_TYPES = ("application/json", "text/plain", "text/event-stream")
     summary="Transcribe speech",
     response=SpeechText | VerboseSpeechText,
     response_types=_RESPONSE_TYPES,
-    statuses=STATUSES,
     runs_model=True,
     other_bodies={"multipart/form-data": _form_of(TranscriptionRequest)},
 )
@@ -146,7 +142,6 @@ async def transcriptions(request: Request) -> Response:
     summary="Translate speech into English",
     response=SpeechText | VerboseSpeechText,
     response_types=_RESPONSE_TYPES[:2],
-    statuses=STATUSES,
     runs_model=True,
     other_bodies={"multipart/form-data": _form_of(SpeechRequest)},
 )
@@ -165,8 +160,7 @@ def _select(request: Request, name: str | None, verbs: Sequence[str]) -> tuple[S
         task = model.task
         return task is not None and task.verb in verbs and task.modality == "audio"
 
-    model = find_model(registry_of(request), name or "", hears)
-    task = require_task(request, model, *verbs)
+    model, task = select_model(request, name, *verbs, fits=hears)
     if task.modality != "audio":
         raise invalid_field(
             f"model '{model.name}' {task.purpose} from {task.modality}, expected a model of "
@@ -188,11 +182,7 @@ async def _read_form(request: Request, kind: type[SpeechRequest]) -> tuple[bytes
             f"found a body of {form_type[:60] or 'no type'!r}, expected multipart/form-data.",
             do="Send a form with the audio as file: curl -F file=@call.flac",
         )
-    limit = config_of(request).max_body_bytes
-    try:
-        parts = await request.form(max_files=1, max_fields=_MAX_PARTS, max_part_size=limit)
-    except (ValueError, LookupError) as error:  # LookupError: an unknown charset
-        raise invalid_body(f"the form cannot be read: {error}.") from error
+    parts = await form_of(request, max_files=1, max_fields=_MAX_PARTS)
     content, values = b"", dict[str, Any]()
     try:
         for name, part in parts.multi_items():
@@ -208,25 +198,12 @@ async def _read_form(request: Request, kind: type[SpeechRequest]) -> tuple[bytes
             elif field in _UNSUPPORTED:
                 raise invalid_field(f"{field} is not supported.", field=field, do="Leave it out.")
             elif part:  # an empty field is one that is left out
-                values[field] = _typed(kind, field, part)
+                values[field] = part
     finally:
         await parts.close()
     if not content:
         raise empty_input("file", "file is missing or empty, expected an audio file.")
     return content, parse(kind, values)
-
-
-def _typed(kind: type[SpeechRequest], field: str, text: str) -> Any:
-    """Return a form's text as a number or a boolean if the field is one; else as it is."""
-    annotation = str(kind.model_fields[field].annotation) if field in kind.model_fields else ""
-    if "float" in annotation:
-        try:
-            return float(text)
-        except ValueError:
-            return text
-    if "bool" in annotation:
-        return {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
-    return text
 
 
 def _options(task: Task, fields: SpeechRequest, own: Mapping[str, Any]) -> dict[str, Any]:

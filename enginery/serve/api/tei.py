@@ -19,11 +19,12 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import orjson
 from numpy.typing import NDArray
-from pydantic import Field, PlainValidator, WithJsonSchema
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from enginery.core.errors import InputError
+from enginery.runtime.tasks.classify import Label
 from enginery.runtime.tasks.task import ProcessingCost
 from enginery.runtime.tasks.text import TextTask
 from enginery.runtime.tasks.views import SparseVector, View
@@ -34,28 +35,22 @@ from enginery.serve.api.endpoints import (
     config_of,
     json_response,
     parsed,
-    registry_of,
-    require_ready,
     run_inference,
     select_model,
     select_view,
 )
-from enginery.serve.api.errors import HTTPError, invalid_field
+from enginery.serve.api.errors import invalid_field
 from enginery.serve.api.requests import (
-    STRING,
-    TOKEN_IDS,
     Dimensions,
-    FieldValueError,
     ListOfTexts,
     RequestBody,
     Schema,
     Texts,
     TextsOrIds,
-    any_of,
-    array_of,
+    TokenIds,
     json_object,
+    listed,
     parse,
-    token_ids,
 )
 from enginery.serve.api.rerank import (
     DocumentsRequest,
@@ -65,10 +60,9 @@ from enginery.serve.api.rerank import (
     rerank_documents,
     score,
 )
-from enginery.serve.models.served_model import ServedModel
+from enginery.serve.models.served_model import ServedModel, too_many_inputs
 
 routes = Routes("tei")
-Pair = str | tuple[str, str]
 
 _SHORT_CHARACTERS = 2048
 """Number of characters or token ids that take about a millisecond."""
@@ -114,46 +108,15 @@ class EmbedRequest(EmbedAllRequest):
     """Not in TEI; see `VectorOptions`."""
 
 
-def _pairs(value: Any) -> list[Pair]:
-    """Parse the inputs of /predict.
-
-    "text", ["text"] and ["text", "its pair"] are one input; [["text"], ["text", "its pair"]] is a
-    list of inputs.
-    """
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list):
-        raise FieldValueError(value, "a string, a pair [string, string], or a list of such lists")
-    if not value:
-        raise FieldValueError(value, "one input or more", is_empty=True)
-    if isinstance(value[0], str):
-        return [_pair(value, "")]
-    return [_pair(item, f"[{index}]") for index, item in enumerate(value)]
-
-
-def _pair(value: Any, path: str) -> Pair:
-    if not isinstance(value, list):
-        raise FieldValueError(value, "a list of one or two strings", path)
-    for index, text in enumerate(value):
-        if not isinstance(text, str):
-            raise FieldValueError(text, "a string", f"{path}[{index}]")
-    if len(value) not in (1, 2):
-        raise FieldValueError(value, "a list of one or two strings", path)
-    return (value[0], value[1]) if len(value) == 2 else str(value[0])
-
-
-_PAIR = {**array_of(STRING, 1), "maxItems": 2}
+Pair = Annotated[list[str], Field(min_length=1, max_length=2, fail_fast=True)]
+"""A text, or a text and its pair."""
 
 
 class PredictRequest(Truncation):
     """Body of /predict."""
 
-    inputs: Annotated[
-        Any,
-        PlainValidator(lambda value: (_pairs(value), not _is_batch(value))),
-        WithJsonSchema(any_of(STRING, _PAIR, array_of(_PAIR, 1))),
-        Field(description="a string, a pair [string, string], or a list of such lists"),
-    ]
+    inputs: str | Pair | Annotated[list[Pair], Field(min_length=1, fail_fast=True)]
+    """One input, or a list of them."""
     raw_scores: bool | None = None
     model: str | None = None
 
@@ -186,7 +149,7 @@ class SimilarityParameters(Truncation):
 class SimilarityRequest(RequestBody):
     """Body of /similarity."""
 
-    inputs: Annotated[Sentences, Field(description="an object with source_sentence and sentences")]
+    inputs: Sentences
     parameters: SimilarityParameters | None = None
     model: str | None = None
 
@@ -200,29 +163,10 @@ class TokenizeRequest(RequestBody):
     model: str | None = None
 
 
-def _ids(value: Any) -> list[list[int]]:
-    if not isinstance(value, list):
-        raise FieldValueError(value, "a list of token ids, or a list of those")
-    if not value:
-        raise FieldValueError(value, "one token id or more", is_empty=True)
-    if not isinstance(value[0], list):
-        return [token_ids(value)]
-    for index, row in enumerate(value):
-        if not isinstance(row, list):
-            raise FieldValueError(row, "a list of token ids", f"[{index}]")
-        token_ids(row, f"[{index}]")
-    return value
-
-
 class DecodeRequest(RequestBody):
     """Body of /decode."""
 
-    ids: Annotated[
-        Any,
-        PlainValidator(_ids),
-        WithJsonSchema(any_of(TOKEN_IDS, array_of(TOKEN_IDS, 1))),
-        Field(description="a list of token ids, or a list of those"),
-    ]
+    ids: TokenIds | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
     skip_special_tokens: bool | None = None
     model: str | None = None
 
@@ -232,13 +176,6 @@ class SparseValue(Schema):
 
     index: int
     value: float
-
-
-class Prediction(Schema):
-    """A label and its score."""
-
-    label: str
-    score: float
 
 
 class Rank(Schema):
@@ -271,7 +208,6 @@ class RootRequest(RequestBody):
     summary="Embed texts",
     body=EmbedRequest,
     response=list[list[float]],
-    statuses=INFERENCE_STATUSES,
     runs_model=True,
 )
 async def embed(request: Request, body: EmbedRequest) -> Response:
@@ -284,7 +220,7 @@ async def embed(request: Request, body: EmbedRequest) -> Response:
         "prompt_name": body.prompt_name,
         "truncate": body.to_option(),
     }
-    return json_response(await run_inference(request, model, task, body.inputs, options))
+    return json_response(await run_inference(request, model, task, listed(body.inputs), options))
 
 
 @routes.post(
@@ -293,7 +229,6 @@ async def embed(request: Request, body: EmbedRequest) -> Response:
     summary="Embed each token of texts",
     body=EmbedAllRequest,
     response=list[list[list[float]]],
-    statuses=INFERENCE_STATUSES,
     runs_model=True,
 )
 async def embed_all(request: Request, body: EmbedAllRequest) -> Response:
@@ -308,7 +243,6 @@ async def embed_all(request: Request, body: EmbedAllRequest) -> Response:
     summary="Embed texts as sparse vectors over the vocabulary",
     body=EmbedAllRequest,
     response=list[list[SparseValue]],
-    statuses=INFERENCE_STATUSES,
     runs_model=True,
 )
 async def embed_sparse(request: Request, body: EmbedAllRequest) -> Response:
@@ -326,7 +260,7 @@ async def _embed_with(
 ) -> Response:
     """Return the JSON of each result of a view. It may have millions of numbers."""
     options = {"prompt_name": body.prompt_name, "truncate": body.to_option()}
-    results = await run_inference(request, model, task, body.inputs, options)
+    results = await run_inference(request, model, task, listed(body.inputs), options)
 
     def content() -> bytes:
         # One by one, because what makes JSON holds Python's lock.
@@ -359,7 +293,6 @@ def _weights_json(vector: SparseVector) -> bytes:
     summary="Cosine similarity of one text to others",
     body=SimilarityRequest,
     response=list[float],
-    statuses=INFERENCE_STATUSES,
     runs_model=True,
 )
 async def similarity(request: Request, body: SimilarityRequest) -> Response:
@@ -381,20 +314,21 @@ async def similarity(request: Request, body: SimilarityRequest) -> Response:
     "/models/{model}/predict",
     summary="Classify texts or pairs of texts",
     body=PredictRequest,
-    response=list[Prediction] | list[list[Prediction]],
-    statuses=INFERENCE_STATUSES,
+    response=list[Label] | list[list[Label]],
     runs_model=True,
 )
 async def predict(request: Request, body: PredictRequest) -> Response:
     """Answer POST /predict: classify texts or pairs of texts, best label first."""
     model, task = select_model(request, body.model, "classify")
-    inputs, is_single = body.inputs
+    is_single = isinstance(body.inputs, str) or isinstance(body.inputs[0], str)
+    items: list[Any] = [body.inputs] if is_single else list(body.inputs)
+    inputs = [
+        item if isinstance(item, str) else tuple(item) if len(item) == 2 else item[0]
+        for item in items
+    ]
     options = {"activation": "none" if body.raw_scores else "auto", "truncate": body.to_option()}
     results = await run_inference(request, model, task, inputs, options)
-    answers = [
-        [{"score": label.score, "label": label.label} for label in result.labels]
-        for result in results
-    ]
+    answers = [result.labels for result in results]
     return json_response(answers[0] if is_single else answers)
 
 
@@ -412,7 +346,6 @@ async def predict(request: Request, body: PredictRequest) -> Response:
         }
     },
     response=list[Rank] | DocumentsResponse,
-    statuses=INFERENCE_STATUSES,
     runs_model=True,
 )
 async def rerank(request: Request) -> Response:
@@ -456,7 +389,6 @@ async def rank_texts(request: Request, body: RerankRequest) -> Response:
     body=RootRequest,
     other_bodies={"application/json": {"type": "object"}},
     response=list[Any],
-    statuses=INFERENCE_STATUSES,
     runs_model=True,
 )
 async def root(request: Request) -> Response:
@@ -500,7 +432,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
             field="prompt_name",
             do="Put the prompt in front of the text.",
         )
-    texts = body.inputs
+    texts = listed(body.inputs)
     _check_count(request, len(texts))
     max_tokens = config_of(request).queue_tokens
     characters = sum(map(len, texts))
@@ -531,10 +463,12 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
 async def decode(request: Request, body: DecodeRequest) -> Response:
     """Answer POST /decode: decode token ids to texts."""
     model, task = _text_model(request, body.model)
-    _check_count(request, len(body.ids))
-    _check_total(sum(map(len, body.ids)), config_of(request).queue_tokens, "tokens")
+    rows = listed(body.ids)
+    _check_count(request, len(rows))
+    count = sum(map(len, rows))
+    _check_total(count, config_of(request).queue_tokens, "tokens")
     vocabulary = task.tokenizer.backend.get_vocab_size()
-    for row in body.ids:
+    for row in rows:
         if max(row) >= vocabulary:
             raise invalid_field(
                 f"ids: found the token id {max(row)}, expected 0 to {vocabulary - 1}.", field="ids"
@@ -542,16 +476,14 @@ async def decode(request: Request, body: DecodeRequest) -> Response:
     skip = body.skip_special_tokens is not False
 
     def texts() -> list[str]:
-        return [task.tokenizer.decode(row, skip_special=skip) for row in body.ids]
+        return [task.tokenizer.decode(row, skip_special=skip) for row in rows]
 
-    cost: ProcessingCost = "medium" if sum(map(len, body.ids)) <= _SHORT_CHARACTERS else "heavy"
-    return json_response(await model.in_thread(texts, inputs=len(body.ids), cost=cost))
+    cost: ProcessingCost = "medium" if count <= _SHORT_CHARACTERS else "heavy"
+    return json_response(await model.in_thread(texts, inputs=len(rows), cost=cost))
 
 
 def _text_model(request: Request, name: str | None) -> tuple[ServedModel, TextTask]:
-    named = request.path_params.get("model") or name or ""
-    model = registry_of(request).select(named, lambda model: isinstance(model.task, TextTask))
-    task = require_ready(request, model).task
+    model, task = select_model(request, name, fits=lambda m: isinstance(m.task, TextTask))
     if not isinstance(task, TextTask):
         raise InputError(f"model '{model.name}' does not take texts, and has no tokenizer.")
     return model, task
@@ -560,25 +492,13 @@ def _text_model(request: Request, name: str | None) -> tuple[ServedModel, TextTa
 def _check_count(request: Request, count: int) -> None:
     max_inputs = config_of(request).max_inputs
     if count > max_inputs:
-        raise HTTPError(
-            413,
-            f"found {count} inputs, expected at most {max_inputs}.",
-            do="Send several requests.",
-        )
+        raise too_many_inputs(count, max_inputs)
 
 
 def _check_total(total: int, limit: int, unit: str) -> None:
     """Raise HTTPError if a request has too many characters or tokens."""
     if total > limit:
-        raise HTTPError(
-            413,
-            f"found {total} {unit}, expected at most {limit}.",
-            do="Send several requests.",
-        )
-
-
-def _is_batch(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and not isinstance(value[0], str)
+        raise too_many_inputs(total, limit, unit)
 
 
 def _tokens_json(text: str, encoding: Any) -> bytes:

@@ -8,13 +8,19 @@ those that workers call.
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from enginery.core.errors import EngineryError
 from enginery.serve.batching.queue import BatchQueue, ClosedError, QueueEntry
-from enginery.serve.batching.workers import BatchResult, WorkerOptions, Workers
+
+_log = logging.getLogger(__name__)
 
 _QUEUE_SHARE = 4
 """A request may use 1/4 of the queue at a time; the rest of it follows later."""
@@ -51,6 +57,31 @@ class BatchStatistics:
     """Number of tokens with padding."""
     seconds: float
     """Time of padding, inference, and splitting the outputs by row."""
+
+
+@dataclass(slots=True)
+class BatchResult:
+    """The result of a batch: an output or an exception for each row."""
+
+    batch: Sequence[QueueEntry]
+    outputs: Sequence[Any]
+    """The graph's output for each row, or the exception that the row raised."""
+    started: float
+    """When the batch started, by `time.perf_counter`."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """How many threads run batches, and what each does first."""
+
+    count: int
+    """Number of threads."""
+    prepare: Callable[[], object] | None = None
+    """Called in every thread, one after another, before it takes a batch; a CUDA graph has to be
+    recorded in the thread that replays it."""
+    name: str = "model"
+    """Name of the model, for the threads."""
 
 
 @dataclass(slots=True, eq=False)
@@ -193,7 +224,11 @@ class RowScheduler:
 
 
 class BatchScheduler(RowScheduler):
-    """The scheduler of one model in this process, with its queue and workers."""
+    """The scheduler of one model in this process, with its queue and worker threads.
+
+    All workers share one session, so that weights are in memory only once. A batch that fails runs
+    again row by row, so that an error affects only the row that causes it.
+    """
 
     def __init__(
         self,
@@ -207,43 +242,92 @@ class BatchScheduler(RowScheduler):
         """Start the workers.
 
         Args:
-            queue: the waiting rows.
+            queue: the waiting rows; after it is closed, the threads end once it is empty.
             run: runs a batch in a worker's thread; returns an output for each row.
             loop: the event loop of the requests.
             workers: the worker threads.
             on_batch: called in the event loop for each batch that ran.
         """
         super().__init__(queue, loop, on_batch=on_batch)
-        self.workers = Workers(queue, run, self._finished, workers)
+        self._run_batch = run
+        self._prepare, self._preparing = workers.prepare, threading.Lock()
+        self._prepared: list[Future[None]] = [Future() for _ in range(workers.count)]
+        self._since: list[float] = [0.0] * workers.count
+        self._threads = [
+            threading.Thread(
+                target=self._work,
+                args=(index,),
+                daemon=True,
+                name=f"enginery-{workers.name}-{index}",
+            )
+            for index in range(workers.count)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def close(self, *, drain: bool) -> None:
         """Accept no more requests; with `drain` run the waiting ones, else fail them."""
         for entry in self.queue.close(drain=drain):
             self.fail_entry(entry, ClosedError("the model is shutting down."))
 
-    @property
-    def alive(self) -> bool:
-        """True if every worker is alive."""
-        return self.workers.alive
-
-    def busy_seconds(self) -> float:
-        """Return how long the longest-running batch has been running, in seconds."""
-        return self.workers.busy_seconds()
-
     def info(self) -> dict[str, Any]:
         """Return no figures beside those of the queue."""
         return {}
 
-    def join(self, timeout_seconds: float) -> bool:
-        """Wait for the workers after `close`; return True if all have ended."""
-        return self.workers.join(timeout_seconds)
+    def wait_prepared(self) -> None:
+        """Wait until every thread is prepared; raise the error of one that could not be."""
+        for prepared in self._prepared:
+            prepared.result()
 
-    def _finished(self, result: BatchResult) -> None:
-        """Pass a batch's result to the event loop; called in a worker's thread."""
+    def busy_seconds(self) -> float:
+        """Return how long the longest-running batch has been running, in seconds."""
+        now = time.perf_counter()
+        return max((now - since for since in self._since if since), default=0.0)
+
+    @property
+    def alive(self) -> bool:
+        """True if every thread is alive."""
+        return all(thread.is_alive() for thread in self._threads)
+
+    def join(self, timeout_seconds: float) -> bool:
+        """Wait for the threads after `close`; return True if all have ended."""
+        ends = time.perf_counter() + timeout_seconds
+        for thread in self._threads:
+            thread.join(max(ends - time.perf_counter(), 0.0))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _work(self, index: int) -> None:
+        if self._prepare is not None:
+            try:
+                with self._preparing:
+                    if not self.queue.is_closed:  # another thread could not be prepared
+                        self._prepare()
+            except BaseException as error:
+                self._prepared[index].set_exception(error)
+                return
+        self._prepared[index].set_result(None)
+        while batch := self.queue.take():
+            started = self._since[index] = time.perf_counter()
+            outputs = self._outputs(batch)
+            self._since[index] = 0.0
+            result = BatchResult(batch, outputs, started, time.perf_counter() - started)
+            with suppress(RuntimeError):  # the loop is closed, so no request waits any more
+                self._loop.call_soon_threadsafe(self.deliver, result)
+
+    def _outputs(self, batch: Sequence[QueueEntry]) -> Sequence[Any]:
         try:
-            self._loop.call_soon_threadsafe(self.deliver, result)
-        except RuntimeError:  # the loop is closed, so no request waits any more
-            return
+            outputs = self._run_batch(batch)
+            if len(outputs) != len(batch):
+                raise AssertionError(f"{len(outputs)} outputs for {len(batch)} rows")
+            return outputs
+        except EngineryError as error:
+            if len(batch) == 1:
+                return [error]
+        except Exception as error:  # a bug, which must not end the worker
+            _log.exception("a batch of %d rows failed", len(batch))
+            if len(batch) == 1:
+                return [error]
+        return [self._outputs([item])[0] for item in batch]
 
 
 def _split_request(

@@ -21,8 +21,7 @@ from enginery.core.shapes import Profile
 from enginery.runtime.providers.selection import Provider
 from enginery.runtime.tasks.task import Row, RowTask, TaskOptions
 from enginery.serve.batching.queue import LIST_SHARE, ClosedError, OverloadedError, QueueEntry
-from enginery.serve.batching.scheduler import RowScheduler, Timings
-from enginery.serve.batching.workers import BatchResult
+from enginery.serve.batching.scheduler import BatchResult, RowScheduler, Timings
 from enginery.serve.config import ServeConfig
 from enginery.serve.device import wire
 from enginery.serve.models.backend import ModelFiles, open_task
@@ -111,7 +110,6 @@ class FrontModel(ServedModel):
     ) -> None:
         """Create the model without opening it; see `ServedModel`."""
         super().__init__(name, path, config, loop)
-        self._files: ModelFiles | None = None
         self._scheduler = RowScheduler(DeviceQueue(self, config), loop)
         self._is_ready = asyncio.Event()
         self.content = ""
@@ -122,18 +120,6 @@ class FrontModel(ServedModel):
         """Its number in each device process that runs this content, whatever its state is."""
         self._info: dict[DeviceLink, dict[str, Any]] = {}
         """What each device process last said about the model."""
-
-    @property
-    def is_loaded(self) -> bool:
-        """True once the files are open."""
-        return self._files is not None
-
-    @property
-    def backend(self) -> ModelFiles:
-        """The opened files; UnavailableError before that."""
-        if self._files is None:
-            raise UnavailableError(f"{self.name}: {self.reason}.")
-        return self._files
 
     @property
     def scheduler(self) -> RowScheduler:
@@ -204,17 +190,14 @@ class FrontModel(ServedModel):
     def info(self) -> dict[str, Any]:
         """Return the properties that the device processes sent, with their queues added up."""
         described = [*self._info.values()]
-        config = self._config
+        queues = [device_info["queue"] for device_info in described]
         queue = {
-            "inputs": self._pool.inputs
-            + sum(device_info["queue"]["inputs"] for device_info in described),
-            "tokens": sum(device_info["queue"]["tokens"] for device_info in described),
+            "inputs": self._pool.inputs + sum(device_queue["inputs"] for device_queue in queues),
+            "tokens": sum(device_queue["tokens"] for device_queue in queues),
             "wait_seconds": max(
-                (device_info["queue"]["wait_seconds"] for device_info in described), default=0.0
+                (device_queue["wait_seconds"] for device_queue in queues), default=0.0
             ),
-            "max_inputs": config.queue_inputs,
-            "max_tokens": config.queue_tokens,
-            "max_wait": config.max_wait,
+            **self._queue_limits(),
         }
         current = {"name": self.name, "state": self.state, "reason": self.reason, "queue": queue}
         if not described:
@@ -299,7 +282,7 @@ class FrontModel(ServedModel):
         self._scheduler.fail_all(ClosedError("the model is shutting down."))
 
 
-class DeviceLink(asyncio.Protocol):
+class DeviceLink(wire.FrameConnection):
     """The connection of a front to one device process, made again whenever it is lost."""
 
     def __init__(
@@ -312,11 +295,9 @@ class DeviceLink(asyncio.Protocol):
             registry: the models, which are told what the device process says.
             loop: the event loop of the requests.
         """
-        self._path, self._registry, self._loop = path, registry, loop
-        self._reader = wire.FrameReader(self._handle)
-        self._transport: asyncio.Transport | None = None
+        super().__init__(loop)
+        self._path, self._registry = path, registry
         self._lost = asyncio.Event()
-        self._unsent: list[Any] = []
         self._next_number = 1
         self._questions: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.sent: dict[int, SentRow] = {}
@@ -327,12 +308,12 @@ class DeviceLink(asyncio.Protocol):
     @property
     def is_connected(self) -> bool:
         """True if the device process can be reached."""
-        return self._transport is not None
+        return self.transport is not None
 
     @property
     def unsent_bytes(self) -> int:
         """Number of bytes that the device process has not read yet."""
-        return self._transport.get_write_buffer_size() if self._transport is not None else 0
+        return self.transport.get_write_buffer_size() if self.transport is not None else 0
 
     async def stay_connected(self) -> None:
         """Connect, and connect again whenever the device process was replaced."""
@@ -343,19 +324,14 @@ class DeviceLink(asyncio.Protocol):
 
     async def connect(self) -> bool:
         """Return True if the device process has accepted a connection, or did so before."""
-        if self._transport is not None:
+        if self.transport is not None:
             return True
         self._lost.clear()
         try:
-            await self._loop.create_unix_connection(lambda: self, str(self._path))
+            await self.loop.create_unix_connection(lambda: self, str(self._path))
         except OSError:  # it is starting
             return False
         return True
-
-    def close(self) -> None:
-        """Close the connection."""
-        if self._transport is not None:
-            self._transport.close()
 
     # -- sending ------------------------------------------------------------------------------
 
@@ -378,12 +354,6 @@ class DeviceLink(asyncio.Protocol):
             self.sent[number] = entry
         self.send(frames)
 
-    def send(self, parts: list[Any]) -> None:
-        """Send a frame, together with those of the same turn of the event loop."""
-        if not self._unsent:
-            self._loop.call_soon(self._flush)
-        self._unsent += parts
-
     async def ask(self, question: Mapping[str, Any], *, seconds: float = 0.0) -> dict[str, Any]:
         """Return the device process' answer to a question.
 
@@ -395,9 +365,9 @@ class DeviceLink(asyncio.Protocol):
             UnavailableError: the device process has ended or does not answer.
         """
         number = self._next_numbers(1)
-        answer = self._questions[number] = self._loop.create_future()
+        answer = self._questions[number] = self.loop.create_future()
         try:
-            if self._transport is None:
+            if self.transport is None:
                 raise UnavailableError("the device process is starting.")
             self.send([wire.json_frame(wire.ASK, question, number=number)])
             return await asyncio.wait_for(answer, seconds or None)
@@ -414,22 +384,12 @@ class DeviceLink(asyncio.Protocol):
         self._next_number += count
         return first
 
-    def _flush(self) -> None:
-        unsent, self._unsent = self._unsent, []
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(b"".join(unsent))
-
     # -- receiving ----------------------------------------------------------------------------
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Note that rows can be sent."""
-        self._reader = wire.FrameReader(self._handle)
-        self._transport = cast("asyncio.Transport", transport)
-
-    def connection_lost(self, _: Exception | None) -> None:
+    def connection_lost(self, error: Exception | None) -> None:
         """Answer the requests whose rows were sent with 503, since the device process has ended."""
-        self._transport, self.is_open = None, False
-        self._unsent = []
+        super().connection_lost(error)
+        self.is_open = False
         self._lost.set()
         self._registry.on_lost(self)
         lost, self.sent = self.sent, {}
@@ -443,11 +403,8 @@ class DeviceLink(asyncio.Protocol):
             if not answer.done():
                 answer.set_exception(UnavailableError("the device process has ended."))
 
-    def data_received(self, data: bytes) -> None:
-        """Handle the frames that have arrived."""
-        self._reader.feed(data)
-
-    def _handle(self, frame: wire.Frame) -> None:
+    def handle(self, frame: wire.Frame) -> None:
+        """Take over what the device process says."""
         if frame.kind == wire.OUTPUTS:
             self._deliver(wire.read_outputs(frame))
         elif frame.kind == wire.FAILED:

@@ -22,8 +22,7 @@ from typing import Any, ClassVar, NoReturn, cast
 
 from enginery.core.errors import EngineryError
 from enginery.serve.batching.queue import QueueEntry
-from enginery.serve.batching.scheduler import BatchScheduler
-from enginery.serve.batching.workers import BatchResult
+from enginery.serve.batching.scheduler import BatchResult, BatchScheduler
 from enginery.serve.config import ServeConfig
 from enginery.serve.device import wire
 from enginery.serve.http.lifecycle import (
@@ -227,14 +226,12 @@ class DeviceRegistry(ModelRegistry):
         return model
 
 
-class FrontConnection(asyncio.Protocol):
+class FrontConnection(wire.FrameConnection):
     """The connection of one front."""
 
     def __init__(self, process: DeviceProcess) -> None:
+        super().__init__(process.loop)
         self._process = process
-        self._reader = wire.FrameReader(self._handle)
-        self._transport: asyncio.Transport | None = None
-        self._unsent: list[Any] = []
         self.waiting: dict[int, QueueEntry] = {}
         """The rows that wait or run, by their number."""
         self.prepared: frozenset[int] = frozenset()
@@ -242,14 +239,14 @@ class FrontConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Tell the front which models there are."""
-        self._transport = cast("asyncio.Transport", transport)
+        super().connection_made(transport)
         self._process.registry.fronts.add(self)
         self.send([self._process.models_frame()])
 
-    def connection_lost(self, _: Exception | None) -> None:
+    def connection_lost(self, error: Exception | None) -> None:
         """Drop the rows of a front that has ended."""
         self._process.registry.fronts.discard(self)
-        self._transport = None
+        super().connection_lost(error)
         by_model: dict[DeviceModel, list[QueueEntry]] = {}
         for entry in self.waiting.values():
             by_model.setdefault(entry.request.model, []).append(entry)
@@ -257,27 +254,8 @@ class FrontConnection(asyncio.Protocol):
         for model, entries in by_model.items():
             model.scheduler.queue.cancel(entries)
 
-    def data_received(self, data: bytes) -> None:
-        """Handle the frames that have arrived."""
-        self._reader.feed(data)
-
-    def send(self, parts: list[Any]) -> None:
-        """Send a frame, together with those of the same turn of the event loop."""
-        if not self._unsent:
-            self._process.loop.call_soon(self._flush)
-        self._unsent += parts
-
-    def close(self) -> None:
-        """End the connection."""
-        if self._transport is not None:
-            self._transport.close()
-
-    def _flush(self) -> None:
-        unsent, self._unsent = self._unsent, []
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(b"".join(unsent))
-
-    def _handle(self, frame: wire.Frame) -> None:
+    def handle(self, frame: wire.Frame) -> None:
+        """Do what the front asks for."""
         registry = self._process.registry
         if frame.kind == wire.ROWS:
             model = registry.by_number.get(frame.model)

@@ -1,9 +1,11 @@
-"""The frames between fronts and device processes: a header of 12 bytes, then arrays as they are.
+"""The frames between fronts and device processes: a header of 12 bytes, then the content.
 
 A front sends rows (token ids, pixels or tensors), each with a number of its own. The device process
 sends the outputs of a whole batch in one frame: numbers first, then one array for all rows if their
-outputs have the same shape. Rare messages are JSON. Both ends are processes of one server, forked
-from the same parent, so there is no version, no check of types, and no pickle.
+outputs have the same shape. Token ids and this array are sent as they are, other values pickled,
+and rare messages as JSON. Both ends are processes of one server, forked from the same parent, and
+the socket is in a directory that only their user can enter. So there is no version and no check of
+types, and pickles are trusted: what clients send is in them as values alone.
 
     front   → device    ROWS, CANCEL, ASK, PREPARED
     device  → front     OUTPUTS, FAILED, ANSWER, MODELS
@@ -11,14 +13,15 @@ from the same parent, so there is no version, no check of types, and no pickle.
 
 from __future__ import annotations
 
+import asyncio
+import pickle
 import struct
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import orjson
-from numpy.typing import NDArray
 
 from enginery.core.errors import EngineryError, InputError, ProviderError, ShapeError
 from enginery.runtime.tasks.task import Row
@@ -55,9 +58,9 @@ _HEADER = struct.Struct("<IBBHI")
 _ROW = struct.Struct("<BBIIIII")
 """Kind of the content, flags, tokens of the prompt, tokens, and the sizes in bytes of the ids, the
 type ids and further fields."""
-_BATCH = struct.Struct("<dfIB")
-"""When the batch started, by `time.perf_counter`; its seconds; rows; 1 if one array follows."""
-_COUNT = struct.Struct("<I")
+_BATCH = struct.Struct("<dfI3sB")
+"""When the batch started, by `time.perf_counter`; its seconds; rows; dtype of one array of all
+outputs, or nothing; its number of dims."""
 _IDS16, _IDS32, _VALUE = range(3)
 _IDS_DTYPES = (np.dtype(np.uint16), np.dtype(np.int32))
 _TRUNCATED = 1
@@ -65,8 +68,6 @@ _ROW_FIELDS = frozenset({"content", "tokens", "prompt_tokens", "truncated"})
 _FURTHER = tuple(name for name in Row.__dataclass_fields__ if name not in _ROW_FIELDS)
 """Fields of a row that are sent only if they are not at their default."""
 _FURTHER_DEFAULTS = {name: Row.__dataclass_fields__[name].default for name in _FURTHER}
-
-_ARRAY, _LIST, _TUPLE, _DICT, _JSON, _STRINGS, _BYTES = range(7)
 
 _ERRORS: Mapping[str, Callable[..., EngineryError]] = {
     kind.__name__: kind
@@ -123,6 +124,49 @@ class FrameReader:
             self._rest += memoryview(data)[at:]
 
 
+class FrameConnection(asyncio.Protocol):
+    """One end of a connection, which sends and receives frames."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.transport: asyncio.Transport | None = None
+        self._reader = FrameReader(self.handle)
+        self._unsent: list[Any] = []
+
+    def handle(self, frame: Frame) -> None:
+        """Handle a frame that was received."""
+        raise NotImplementedError
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Note that frames can be sent."""
+        self._reader = FrameReader(self.handle)
+        self.transport = cast("asyncio.Transport", transport)
+
+    def connection_lost(self, _: Exception | None) -> None:
+        """Forget what was not sent."""
+        self.transport, self._unsent = None, []
+
+    def data_received(self, data: bytes) -> None:
+        """Handle the frames that have arrived."""
+        self._reader.feed(data)
+
+    def send(self, parts: list[Any]) -> None:
+        """Send a frame, together with those of the same turn of the event loop."""
+        if not self._unsent:
+            self.loop.call_soon(self._flush)
+        self._unsent += parts
+
+    def close(self) -> None:
+        """End the connection."""
+        if self.transport is not None:
+            self.transport.close()
+
+    def _flush(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.write(b"".join(unsent))
+
+
 def frame(kind: int, *parts: Any, flags: int = 0, model: int = 0, number: int = 0) -> list[Any]:
     """Return a frame as a list of bytes-like parts, for one `b"".join` of many frames."""
     size = sum(len(part) if isinstance(part, bytes) else part.nbytes for part in parts)
@@ -144,7 +188,7 @@ def rows_frames(
     """Return the frames of rows of one request, numbered from `first` on, as bytes-like parts.
 
     Raises:
-        InputError: a row has an id, a type id or a string that cannot be sent.
+        InputError: a row has an id or a type id that cannot be sent.
     """
     frames: list[Any] = []
     parts: list[Any] = []
@@ -156,11 +200,10 @@ def rows_frames(
             flags |= ADMITTED
         try:
             size += _add_row(parts, row)
-        except (OverflowError, ValueError, orjson.JSONEncodeError) as error:
+        except (OverflowError, ValueError) as error:
             raise InputError(
                 f"an input cannot be passed to the model: {error}.",
-                do="Token ids are below 2147483648, token type ids below 256, and strings valid "
-                "Unicode.",
+                do="Token ids are below 2147483648, and token type ids below 256.",
             ) from error
     return frames + frame(ROWS, *parts, flags=flags, model=model, number=number)
 
@@ -173,7 +216,7 @@ def read_rows(received: Frame) -> list[Row]:
         kind, flags, prompt, tokens, size, type_size, further = _ROW.unpack_from(data, at)
         at += _ROW.size
         if kind == _VALUE:
-            content = _read_value(data, at)[0]
+            content = _unpickled(data, at, at + size)
         else:
             dtype = _IDS_DTYPES[kind]
             ids = np.frombuffer(data, dtype, size // dtype.itemsize, at)
@@ -195,7 +238,7 @@ def _add_row(parts: list[Any], row: Row) -> int:
     ids = getattr(content, "ids", None)
     if ids is None:
         kind = _VALUE
-        body = b"".join(_value_parts(content))
+        body = pickle.dumps(content, pickle.HIGHEST_PROTOCOL)
     else:
         try:
             kind, body = _IDS16, array("H", ids).tobytes()
@@ -238,16 +281,16 @@ def outputs_frame(
         and output.dtype is first.dtype
         for output in outputs
     )
-    parts = [
-        _BATCH.pack(started, seconds, len(outputs), as_one),
-        np.array(numbers, np.uint32).tobytes(),
-    ]
     if as_one:
-        parts += _value_parts(np.stack(outputs) if len(outputs) > 1 else first[None])
+        values = np.stack(outputs) if len(outputs) > 1 else first[None]
+        dtype, shape, body = values.dtype.str.encode(), values.shape, values.tobytes()
     else:
-        for output in outputs:
-            parts += _value_parts(output)
-    return frame(OUTPUTS, *parts, model=model)
+        dtype, shape = b"", ()
+        body = pickle.dumps(list(outputs), pickle.HIGHEST_PROTOCOL)
+    batch = _BATCH.pack(started, seconds, len(outputs), dtype, len(shape))
+    head = struct.pack(f"<{len(shape)}Q", *shape)
+    sent = np.array(numbers, np.uint32).tobytes()
+    return frame(OUTPUTS, batch, sent, head, body, model=model)
 
 
 class BatchOutputs(NamedTuple):
@@ -263,19 +306,23 @@ class BatchOutputs(NamedTuple):
 def read_outputs(received: Frame) -> BatchOutputs:
     """Return the outputs of a frame."""
     data, at = received.data, received.start
-    started, seconds, count, as_one = _BATCH.unpack_from(data, at)
+    started, seconds, count, dtype, ndim = _BATCH.unpack_from(data, at)
     at += _BATCH.size
     numbers = np.frombuffer(data, np.uint32, count, at).tolist()
     at += 4 * count
     outputs: Sequence[Any]
-    if as_one:
-        outputs, _ = _read_value(data, at)
+    if ndim:
+        shape = struct.unpack_from(f"<{ndim}Q", data, at)
+        content = memoryview(data)[at + 8 * ndim : received.end]
+        values: Any = np.frombuffer(content, dtype.decode()).reshape(shape)
+        outputs = values if values.flags.aligned else values.copy()
     else:
-        outputs = []
-        for _ in range(count):
-            value, at = _read_value(data, at)
-            outputs.append(value)
+        outputs = _unpickled(data, at, received.end)
     return BatchOutputs(numbers, outputs, started, seconds)
+
+
+def _unpickled(data: bytes, start: int, end: int) -> Any:
+    return pickle.loads(memoryview(data)[start:end])  # noqa: S301  what this server has pickled
 
 
 # -- errors --------------------------------------------------------------------------------------
@@ -326,103 +373,3 @@ def read_cancelled(received: Frame) -> list[int]:
         received.data, np.uint32, (received.end - received.start) // 4, received.start
     ).tolist()
     return numbers
-
-
-# -- values: arrays, and lists, tuples and dicts of them ------------------------------------------
-
-
-def _value_parts(value: Any) -> list[Any]:
-    if isinstance(value, np.ndarray | np.generic):
-        values = np.asarray(value)
-        if values.dtype.kind in "OSU":
-            return _string_parts(values)
-        name, ndim = values.dtype.name.encode(), values.ndim
-        head = struct.pack(f"<BBB{len(name)}s{ndim}Q", _ARRAY, len(name), ndim, name, *values.shape)
-        return [head, values.tobytes()]
-    if isinstance(value, list | tuple):
-        parts = [struct.pack("<BI", _LIST if isinstance(value, list) else _TUPLE, len(value))]
-        for item in value:
-            parts += _value_parts(item)
-        return parts
-    if isinstance(value, dict):
-        names = orjson.dumps(list(value))
-        parts = [struct.pack("<BI", _DICT, len(names)), names]
-        for item in value.values():
-            parts += _value_parts(item)
-        return parts
-    text = orjson.dumps(value)
-    return [struct.pack("<BI", _JSON, len(text)), text]
-
-
-def _string_parts(texts: NDArray[Any]) -> list[Any]:
-    """Return an array of strings, or of bytes, with its shape."""
-    items = [item if isinstance(item, bytes) else str(item) for item in texts.ravel().tolist()]
-    kind = _BYTES if any(isinstance(item, bytes) for item in items) else _STRINGS
-    encoded = [item if isinstance(item, bytes) else item.encode() for item in items]
-    sizes = np.array([len(item) for item in encoded], np.uint32).tobytes()
-    head = struct.pack(f"<BB{texts.ndim}Q", kind, texts.ndim, *texts.shape)
-    return [head, sizes, b"".join(encoded)]
-
-
-def _read_value(data: bytes, at: int) -> tuple[Any, int]:
-    """Return a value and the position after it."""
-    kind = data[at]
-    if kind == _ARRAY:
-        size, ndim = data[at + 1], data[at + 2]
-        at += 3
-        dtype = _dtype(data[at : at + size])
-        at += size
-        shape = struct.unpack_from(f"<{ndim}Q", data, at)
-        at += 8 * ndim
-        count = 1
-        for dim in shape:
-            count *= dim
-        values = np.frombuffer(data, dtype, count, at)
-        if not values.flags.aligned:
-            values = values.copy()  # ONNX Runtime requires aligned memory
-        return values.reshape(shape), at + count * dtype.itemsize
-    if kind in (_STRINGS, _BYTES):
-        return _read_strings(data, at)
-    (size,) = _COUNT.unpack_from(data, at + 1)
-    at += 5
-    if kind == _JSON:
-        return orjson.loads(memoryview(data)[at : at + size]), at + size
-    if kind == _DICT:
-        names = orjson.loads(memoryview(data)[at : at + size])
-        at += size
-        named = {}
-        for name in names:
-            named[name], at = _read_value(data, at)
-        return named, at
-    items = []
-    for _ in range(size):
-        item, at = _read_value(data, at)
-        items.append(item)
-    return (items if kind == _LIST else tuple(items)), at
-
-
-def _read_strings(data: bytes, at: int) -> tuple[NDArray[Any], int]:
-    is_bytes, ndim = data[at] == _BYTES, data[at + 1]
-    shape = struct.unpack_from(f"<{ndim}Q", data, at + 2)
-    at += 2 + 8 * ndim
-    count = 1
-    for dim in shape:
-        count *= dim
-    sizes = np.frombuffer(data, np.uint32, count, at).tolist()
-    at += 4 * count
-    texts = np.empty(count, object)
-    for index, size in enumerate(sizes):
-        item = data[at : at + size]
-        texts[index] = item if is_bytes else item.decode()
-        at += size
-    return texts.reshape(shape), at
-
-
-_DTYPES: dict[bytes, np.dtype[Any]] = {}
-
-
-def _dtype(name: bytes) -> np.dtype[Any]:
-    dtype = _DTYPES.get(name)
-    if dtype is None:
-        dtype = _DTYPES[name] = np.dtype(name.decode())
-    return dtype

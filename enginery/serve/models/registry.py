@@ -91,11 +91,20 @@ class ModelRegistry:
         return iter(list(self._models.values()))
 
     def get(self, name: str) -> ServedModel:
-        """Return the model of this name; raise UnknownModelError if there is none."""
+        """Return the model of this name, or whose source has this id or ends with this name.
+
+        Raises:
+            UnknownModelError: there is none.
+            UnavailableError: a model is loading, so its source is not known yet.
+        """
         if name in self._models:
             return self._models[name]
+        for model in self._models.values():
+            source = model.artifact.manifest.source
+            if name in (source.id, source.name):
+                return model
         raise UnknownModelError(
-            f"there is no model '{name}'{nearest(name, self._models)}",
+            f"there is no model {name[:200]!r}{nearest(name[:200], self._models)}",
             do=f"Models: {', '.join(self._models)}.",
         )
 

@@ -43,8 +43,8 @@ from enginery.serve.batching.scheduler import (
     BatchStatistics,
     RowScheduler,
     Timings,
+    WorkerOptions,
 )
-from enginery.serve.batching.workers import WorkerOptions
 from enginery.serve.config import ServeConfig
 from enginery.serve.models.backend import ModelBackend, ModelFiles
 
@@ -133,19 +133,22 @@ class ServedModel(ABC):
         self.reason = "the model is being loaded"
         """Why the model is not ready; empty if it is."""
         self._config, self._loop, self._on_batch = config, loop, on_batch
+        self._files: ModelFiles | None = None
         self._requests = 0
         """Number of requests in progress."""
         self._pool = PreprocessPool(loop, max_inputs=config.queue_inputs, name=name)
 
     @property
-    @abstractmethod
     def is_loaded(self) -> bool:
         """True once the artifact is loaded."""
+        return self._files is not None
 
     @property
-    @abstractmethod
     def backend(self) -> ModelFiles:
         """The loaded artifact; UnavailableError before it is loaded."""
+        if self._files is None:
+            raise UnavailableError(f"{self.name}: {self.reason}.")
+        return self._files
 
     @property
     @abstractmethod
@@ -186,6 +189,14 @@ class ServedModel(ABC):
     @abstractmethod
     def info(self) -> dict[str, Any]:
         """Return the model's state, queue and, once loaded, properties, as JSON."""
+
+    def _queue_limits(self) -> dict[str, Any]:
+        config = self._config
+        return {
+            "max_inputs": config.queue_inputs,
+            "max_tokens": config.queue_tokens,
+            "max_wait": config.max_wait,
+        }
 
     # -- inference ----------------------------------------------------------------------------
 
@@ -429,23 +440,15 @@ class LocalModel(ServedModel):
         on_batch: OnBatch | None = None,
     ) -> None:
         super().__init__(name, path, config, loop, on_batch=on_batch)
-        self._backend: ModelBackend | None = None
         self._schedulers: list[BatchScheduler | GenerationScheduler] = []
         """What runs batches, of raw tensors at least; then what runs the task's rows, if they take
         many steps."""
         self._probed_at = 0.0
 
     @property
-    def is_loaded(self) -> bool:
-        """True once the artifact is loaded."""
-        return self._backend is not None
-
-    @property
     def backend(self) -> ModelBackend:
-        """The loaded artifact; UnavailableError before it is loaded."""
-        if self._backend is None:
-            raise UnavailableError(f"{self.name}: {self.reason}.")
-        return self._backend
+        """The loaded artifact with its sessions; UnavailableError before it is loaded."""
+        return cast("ModelBackend", super().backend)
 
     @property
     def scheduler(self) -> BatchScheduler:
@@ -479,14 +482,12 @@ class LocalModel(ServedModel):
                 "inputs": self.queued_rows + self._pool.inputs,
                 "tokens": queue.tokens if queue else 0,
                 "wait_seconds": round(queue.estimated_wait_seconds, 3) if queue else 0.0,
-                "max_inputs": self._config.queue_inputs,
-                "max_tokens": self._config.queue_tokens,
-                "max_wait": self._config.max_wait,
+                **self._queue_limits(),
             },
         }
         if scheduler is not None:
             properties |= scheduler.info()
-        return {**properties, **self._backend.info()} if self._backend else properties
+        return {**properties, **self.backend.info()} if self.is_loaded else properties
 
     def load(self) -> None:
         """Open the artifact, run it once, and start its workers; see `ServedModel.load`."""
@@ -500,7 +501,7 @@ class LocalModel(ServedModel):
                     backend.warm_up()
                 batches = self._open_batches(backend, prepare=in_worker)
                 schedulers.append(batches)
-                batches.workers.wait_prepared()
+                batches.wait_prepared()
                 if isinstance(backend.rows, TextGenerator):
                     schedulers.append(self._open_generation(backend.rows))
             except BaseException:
@@ -513,7 +514,7 @@ class LocalModel(ServedModel):
         except EngineryError as error:
             self.state, self.reason = "failed", str(error)
             raise
-        self._backend, self._schedulers = backend, schedulers
+        self._files, self._schedulers = backend, schedulers
         self.state, self.reason = "ready", ""
         # In the background while the first requests run; several models take turns.
         Thread(target=self._measure, name=f"enginery-measure-{self.name}", daemon=True).start()

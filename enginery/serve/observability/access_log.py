@@ -1,7 +1,7 @@
 """The access log: one line of JSON per request on standard output.
 
     log = AccessLog.from_option("json")
-    log.write(record)
+    log.put(record)
     # {"time":"2026-01-01T12:00:00.000Z","client":"10.0.0.7:51234","method":"POST","path":…}
 
 A request only puts its record into a queue; a thread formats and writes the lines, see
@@ -30,7 +30,7 @@ _TOGETHER_SECONDS = 0.05
 """Time that the thread sleeps if the queue is empty, so that not every request wakes it."""
 
 
-class AccessLog:
+class AccessLog(LineWriter):
     """An access log that writes to a file descriptor from its own thread."""
 
     def __init__(self, descriptor: int = 1, *, lines: int = MAX_WAITING_LINES) -> None:
@@ -40,7 +40,7 @@ class AccessLog:
             descriptor: the file descriptor; by default standard output.
             lines: maximum number of lines that wait to be written.
         """
-        self._writer = LineWriter(
+        super().__init__(
             descriptor,
             max_lines=lines,
             describe_dropped=_dropped_line,
@@ -54,19 +54,10 @@ class AccessLog:
         """Return the log for the value of `--access-log`; None for `off`."""
         return cls() if option == "json" else None
 
-    @property
-    def dropped(self) -> int:
-        """Number of lines dropped because the queue was full or the reader was gone."""
-        return self._writer.dropped
-
-    def write(self, record: RequestRecord) -> None:
-        """Log a request whose response has been sent; never block."""
-        self._writer.put(record)
-
-    def close(self, *, timeout_seconds: float = 2.0) -> None:
+    def close(self, timeout_seconds: float = 2.0) -> None:
         """Write the waiting lines; drop them if nobody reads the pipe."""
         atexit.unregister(self.close)
-        self._writer.close(timeout_seconds)
+        super().close(timeout_seconds)
 
 
 def _line(request_record: RequestRecord, created: float) -> str:

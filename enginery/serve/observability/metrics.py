@@ -23,11 +23,19 @@ from collections import Counter as Counts
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+)
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
@@ -80,30 +88,38 @@ _LOADED = ("ready", "stuck")
 
 
 @dataclass(slots=True)
-class Total:
-    """Number and total duration of something."""
+class Duration:
+    """Number and total duration of something ($duration_stat of the Open Inference Protocol)."""
 
     count: int = 0
-    seconds: float = 0.0
+    ns: int = 0
+
+
+@dataclass(slots=True)
+class InferenceStatistics:
+    """Durations of a model's requests ($inference_stats in the protocol)."""
+
+    success: Duration = field(default_factory=Duration)
+    """Requests that were answered."""
+    fail: Duration = field(default_factory=Duration)
+    """Requests that were rejected or failed."""
+    queue: Duration = field(default_factory=Duration)
+    compute_input: Duration = field(default_factory=Duration)
+    """Tokenizing texts, or decoding images."""
+    compute_infer: Duration = field(default_factory=Duration)
 
 
 @dataclass(slots=True)
 class ModelTotals:
     """What a model has done since the server started, in all worker processes."""
 
-    success: Total = field(default_factory=Total)
-    """Requests that were answered."""
-    fail: Total = field(default_factory=Total)
-    """Requests that were rejected or failed."""
-    tokenize: Total = field(default_factory=Total)
-    queue: Total = field(default_factory=Total)
-    inference: Total = field(default_factory=Total)
-    inputs: int = 0
+    last_inference: int = 0
+    """Unix time of the last answer, in milliseconds; 0 if there is none."""
+    inference_count: int = 0
     """Inputs that were answered."""
-    batches: int = 0
+    execution_count: int = 0
     """Batches that ran."""
-    last_inference: float = 0.0
-    """Unix time of the last answer, in seconds; 0 if there is none."""
+    inference_stats: InferenceStatistics = field(default_factory=InferenceStatistics)
 
 
 class _Histogram(Histogram):
@@ -120,6 +136,7 @@ class Metrics:
     """The server's counters and histograms, and gauges that are read at each scrape."""
 
     def __init__(self) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a series for each other one, which nobody reads
         self._registry = CollectorRegistry()
         self._models = _ModelCollector()
         self._registry.register(self._models)
@@ -129,33 +146,37 @@ class Metrics:
         self._uncounted: list[RequestRecord] = []
         self._timer: asyncio.TimerHandle | None = None
         self._is_busy: Callable[[], bool] = bool
-        self._inferences: dict[str, _InferenceMetrics] = {}
-        self._batches: dict[str, _BatchMetrics] = {}
-        # With several processes the counts are in files; then they must not be in `_registry`.
-        self._counts = CollectorRegistry() if MULTIPROCESS in os.environ else self._registry
+        self._by_model: dict[str, _ModelMetrics] = {}
+        self._counts = self._registry
+        if MULTIPROCESS in os.environ:
+            # The counts are in files, which `_registry` adds up.
+            self._counts = CollectorRegistry()
+            collect_files: Any = MultiProcessCollector
+            collect_files(self._registry)
         self._duration = self._histogram(
             "request_duration_seconds",
             "Time from a request's first byte to its response.",
             SECONDS,
             ("route", "model", "status"),
         )
-        self._tokenize = self._histogram(
-            "tokenize_seconds", "Time to tokenize texts or decode images, per request.", SECONDS
-        )
-        self._queue = self._histogram("queue_seconds", "Time in the queue, per request.", SECONDS)
-        self._inference = self._histogram(
-            "inference_seconds", "Time in a worker, per request.", SECONDS
-        )
-        self._inputs = self._counter("inputs", "Texts, images or rows that were answered.")
-        self._tokens = self._counter("input_tokens", "Tokens of inputs, special ones included.")
-        self._truncated = self._counter("truncated", "Texts that were truncated.")
-        self._first_token = self._histogram(
-            "first_token_seconds",
-            "Time from a request's first byte to its first generated token.",
-            SECONDS,
-        )
-        self._generated = self._counter("generated_tokens", "Tokens that were generated.")
-        self._batch = (
+        self._model_metrics = _ModelMetrics(
+            self._histogram(
+                "tokenize_seconds",
+                "Time to tokenize texts or decode images, per request.",
+                SECONDS,
+            ),
+            self._histogram("queue_seconds", "Time in the queue, per request.", SECONDS),
+            self._histogram("inference_seconds", "Time in a worker, per request.", SECONDS),
+            self._counter("inputs", "Texts, images or rows that were answered."),
+            self._counter("input_tokens", "Tokens of inputs, special ones included."),
+            self._counter("truncated", "Texts that were truncated."),
+            Gauge(
+                "enginery_last_inference_timestamp_seconds",
+                "Unix time of the last answer of the model.",
+                _BY_MODEL,
+                registry=self._counts,
+                multiprocess_mode="max",
+            ),
             self._histogram("batch_inputs", "Inputs per batch.", INPUTS),
             self._histogram("batch_tokens", "Tokens per batch, without padding.", TOKENS),
             self._histogram(
@@ -163,13 +184,12 @@ class Metrics:
             ),
             self._histogram("batch_seconds", "Time of a batch in a worker.", SECONDS),
         )
-        self._last_inference = Gauge(
-            "enginery_last_inference_timestamp_seconds",
-            "Unix time of the last answer of the model.",
-            _BY_MODEL,
-            registry=self._counts,
-            multiprocess_mode="max",
+        self._first_token = self._histogram(
+            "first_token_seconds",
+            "Time from a request's first byte to its first generated token.",
+            SECONDS,
         )
+        self._generated = self._counter("generated_tokens", "Tokens that were generated.")
         self._refused = self._counter(
             "refused", "Requests that were rejected or failed.", ("model", "reason")
         )
@@ -227,17 +247,12 @@ class Metrics:
             model: name of the served model.
             batch: size and duration of the batch.
         """
-        children = self._batches.get(model)
-        if children is None:
-            label = self._model_label(model)
-            children = _BatchMetrics(*(family.labels(label) for family in self._batch))
-            if label == model:
-                self._batches[model] = children
-        children.inputs.observe(batch.rows)
-        children.seconds.observe(batch.seconds)
+        metrics = self._metrics_of(model)
+        metrics.batch_inputs.observe(batch.rows)
+        metrics.batch_seconds.observe(batch.seconds)
         if batch.padded_tokens > 0:
-            children.tokens.observe(batch.tokens)
-            children.padding.observe(max(0.0, 1 - batch.tokens / batch.padded_tokens))
+            metrics.batch_tokens.observe(batch.tokens)
+            metrics.batch_padding.observe(max(0.0, 1 - batch.tokens / batch.padded_tokens))
 
     def watch_models(self, models: Callable[[], Iterable[ServedModel]]) -> None:
         """Set the function that returns the served models, for labels and gauges.
@@ -266,10 +281,7 @@ class Metrics:
             encode, content_type = choose_encoder(accept)
         except (ValueError, TypeError):  # a malformed version in the header
             encode, content_type = choose_encoder("")
-        registries: list[Collector] = [self._registry]
-        if self._counts is not self._registry:
-            registries.append(self._all_counts())
-        return encode(_WithoutCreated(registries)), content_type
+        return encode(self._registry), content_type
 
     def totals(self, routes: Collection[str]) -> dict[str, ModelTotals]:
         """Return what each model has done, by its name.
@@ -279,44 +291,32 @@ class Metrics:
         """
         self.count()
         totals_by_model: defaultdict[str, ModelTotals] = defaultdict(ModelTotals)
-        for metric in self._all_counts().collect():
+        for metric in self._registry.collect():
             for sample in metric.samples:
                 if model := sample.labels.get("model"):
                     _add_sample(totals_by_model[model], sample, routes)
         return dict(totals_by_model)
 
-    def _all_counts(self) -> Collector:
-        """Return the counts of all worker processes."""
-        if self._counts is self._registry:
-            return self._registry
-        from prometheus_client.multiprocess import MultiProcessCollector
-
-        collector: Any = MultiProcessCollector
-        return cast("Collector", collector(None))
-
     def _count_inferences(self, model: str, records: Sequence[RequestRecord]) -> None:
-        children = self._inferences.get(model)
-        if children is None:
-            label = self._model_label(model)
-            children = _InferenceMetrics(
-                self._tokenize.labels(label),
-                self._queue.labels(label),
-                self._inference.labels(label),
-                self._inputs.labels(label),
-                self._tokens.labels(label),
-                self._truncated.labels(label),
-                self._last_inference.labels(label),
-            )
-            if label == model:
-                self._inferences[model] = children
+        metrics = self._metrics_of(model)
         timings = [record.timings for record in records if record.timings is not None]
-        children.tokenize.observe_all([timing.tokenize_seconds for timing in timings])
-        children.queue.observe_all([timing.queue_seconds for timing in timings])
-        children.inference.observe_all([timing.inference_seconds for timing in timings])
-        children.inputs.inc(sum(record.inputs for record in records))
-        children.tokens.inc(sum(timing.tokens for timing in timings))
-        children.truncated.inc(sum(timing.truncated for timing in timings))
-        children.last_inference.set_to_current_time()
+        metrics.tokenize.observe_all([timing.tokenize_seconds for timing in timings])
+        metrics.queue.observe_all([timing.queue_seconds for timing in timings])
+        metrics.inference.observe_all([timing.inference_seconds for timing in timings])
+        metrics.inputs.inc(sum(record.inputs for record in records))
+        metrics.tokens.inc(sum(timing.tokens for timing in timings))
+        metrics.truncated.inc(sum(timing.truncated for timing in timings))
+        metrics.last_inference.set_to_current_time()
+
+    def _metrics_of(self, model: str) -> _ModelMetrics:
+        metrics = self._by_model.get(model)
+        if metrics is None:
+            label = self._model_label(model)
+            families: tuple[Any, ...] = self._model_metrics
+            metrics = _ModelMetrics(*(family.labels(label) for family in families))
+            if label == model:  # else clients could fill the memory with names
+                self._by_model[model] = metrics
+        return metrics
 
     def _model_label(self, model: str) -> str:
         return model if any(served.name == model for served in self._models.models()) else NO_MODEL
@@ -331,39 +331,38 @@ class Metrics:
 
 
 _TOTALS = {
-    "enginery_tokenize_seconds": "tokenize",
+    "enginery_tokenize_seconds": "compute_input",
     "enginery_queue_seconds": "queue",
-    "enginery_inference_seconds": "inference",
+    "enginery_inference_seconds": "compute_infer",
 }
 
 
 def _add_sample(totals: ModelTotals, sample: Sample, routes: Collection[str]) -> None:
     """Add a sample to the totals of its model, if it is a part of them."""
     name, _, suffix = sample.name.rpartition("_")
+    stats = totals.inference_stats
     if sample.name == "enginery_inputs_total":
-        totals.inputs = int(sample.value)
+        totals.inference_count = int(sample.value)
     elif sample.name == "enginery_batch_inputs_count":
-        totals.batches = int(sample.value)
+        totals.execution_count = int(sample.value)
     elif sample.name == "enginery_last_inference_timestamp_seconds":
-        totals.last_inference = sample.value
-    elif suffix not in ("count", "sum"):
-        return
+        totals.last_inference = round(sample.value * 1e3)
     elif name in _TOTALS:
-        _add(getattr(totals, _TOTALS[name]), suffix, sample.value)
+        _add(getattr(stats, _TOTALS[name]), suffix, sample.value)
     elif name == "enginery_request_duration_seconds" and sample.labels["route"] in routes:
         answered = sample.labels["status"] == "200"
-        _add(totals.success if answered else totals.fail, suffix, sample.value)
+        _add(stats.success if answered else stats.fail, suffix, sample.value)
 
 
-def _add(total: Total, suffix: str, value: float) -> None:
+def _add(total: Duration, suffix: str, value: float) -> None:
     if suffix == "count":
         total.count += int(value)
-    else:
-        total.seconds += value
+    elif suffix == "sum":
+        total.ns += round(value * 1e9)
 
 
-class _InferenceMetrics(NamedTuple):
-    """The metrics of one model's requests, looked up once per model."""
+class _ModelMetrics(NamedTuple):
+    """The metrics with the label of a model alone; looked up once for each model."""
 
     tokenize: _Histogram
     queue: _Histogram
@@ -372,15 +371,27 @@ class _InferenceMetrics(NamedTuple):
     tokens: Counter
     truncated: Counter
     last_inference: Gauge
+    batch_inputs: Histogram
+    batch_tokens: Histogram
+    batch_padding: Histogram
+    batch_seconds: Histogram
 
 
-class _BatchMetrics(NamedTuple):
-    """The metrics of one model's batches, looked up once per model."""
-
-    inputs: Histogram
-    tokens: Histogram
-    padding: Histogram
-    seconds: Histogram
+_MODEL_GAUGES = (
+    (GaugeMetricFamily, "queue_inputs", "Inputs that wait for a worker.", "queue", "inputs"),
+    (GaugeMetricFamily, "queue_tokens", "Tokens that wait for a worker.", "queue", "tokens"),
+    (GaugeMetricFamily, "running_rows", "Texts and beams being generated.", "running", "rows"),
+    (GaugeMetricFamily, "waiting_requests", "Requests of waiting texts.", "running", "waiting"),
+    (GaugeMetricFamily, "cuda_graphs", "CUDA graphs of the model.", "cuda_graphs", "recorded"),
+    (
+        CounterMetricFamily,
+        "unrecorded_batches",
+        "Batches that ran without a CUDA graph, if the model has any.",
+        "cuda_graphs",
+        "unrecorded_runs",
+    ),
+)
+"""Type, name and description of a metric, and where `ServedModel.info` has it."""
 
 
 class _ModelCollector(Collector):
@@ -407,59 +418,31 @@ class _ModelCollector(Collector):
         ready = GaugeMetricFamily(
             "enginery_model_ready", "1 if the model is ready, else 0.", labels=_BY_MODEL
         )
-        inputs = GaugeMetricFamily(
-            "enginery_queue_inputs", "Inputs that wait for a worker.", labels=_BY_MODEL
-        )
-        tokens = GaugeMetricFamily(
-            "enginery_queue_tokens", "Tokens that wait for a worker.", labels=_BY_MODEL
-        )
-        running = GaugeMetricFamily(
-            "enginery_running_rows", "Texts and beams that are being generated.", labels=_BY_MODEL
-        )
-        waiting = GaugeMetricFamily(
-            "enginery_waiting_requests",
-            "Requests for texts of which none is being generated.",
-            labels=_BY_MODEL,
-        )
-        graphs = GaugeMetricFamily(
-            "enginery_cuda_graphs",
-            "CUDA graphs that the model's batches replay.",
-            labels=_BY_MODEL,
-        )
-        unrecorded = CounterMetricFamily(
-            "enginery_unrecorded_batches",
-            "Batches that ran without a CUDA graph, if the model has any.",
-            labels=_BY_MODEL,
-        )
         about = GaugeMetricFamily(
             "enginery_model_info",
             "Task, provider, precision and engines of the model; always 1.",
             labels=("model", "task", "provider", "precision", "engine"),
         )
+        infos: dict[str, dict[str, Any]] = {}
         for model in self.models():
-            name, state = model.name, model.state
-            ready.add_metric([name], 1.0 if state == "ready" else 0.0)
-            if state not in _LOADED:
+            ready.add_metric([model.name], 1.0 if model.state == "ready" else 0.0)
+            if model.state not in _LOADED:
                 continue
-            info = model.info()
-            queue = info["queue"]
-            inputs.add_metric([name], queue["inputs"])
-            tokens.add_metric([name], queue["tokens"])
-            if generation := info.get("running"):
-                running.add_metric([name], generation["rows"])
-                waiting.add_metric([name], generation["waiting"])
-            if captures := info.get("cuda_graphs"):
-                graphs.add_metric([name], captures["recorded"])
-                unrecorded.add_metric([name], captures["unrecorded_runs"])
+            info = infos[model.name] = model.info()
             engines = ",".join(str(engine["key"]) for engine in info["engines"])
             # ONNX Runtime assigns nodes to the first provider, and the rest to those after it.
             provider = str(info["providers"][0]["name"])
             about.add_metric(
-                [name, str(info["task"]), provider, str(info["precision"]), engines], 1.0
+                [model.name, str(info["task"]), provider, str(info["precision"]), engines], 1.0
             )
-        yield from (ready, inputs, tokens, running, waiting, about)
-        if graphs.samples:  # only of models that run on CUDA
-            yield from (graphs, unrecorded)
+        yield from (ready, about)
+        for kind, metric, text, section, key in _MODEL_GAUGES:
+            family = kind(f"enginery_{metric}", text, labels=_BY_MODEL)
+            for name, info in infos.items():
+                if section in info:
+                    family.add_metric([name], info[section][key])
+            if family.samples:
+                yield family
         yield CounterMetricFamily(
             "enginery_access_log_dropped",
             "Lines of the access log that were dropped.",
@@ -509,17 +492,3 @@ _GPU_GAUGES = {
     "power_watts": "Power that the GPU draws.",
 }
 """Fields of `GpuStatus`, with their descriptions."""
-
-
-class _WithoutCreated(Collector):
-    """The metrics of several collectors without their `_created` series, which nobody reads."""
-
-    def __init__(self, collectors: Iterable[Collector]) -> None:
-        self._collectors = collectors
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the metrics."""
-        for collector in self._collectors:
-            for metric in collector.collect():
-                metric.samples = [s for s in metric.samples if not s.name.endswith("_created")]
-                yield metric

@@ -60,7 +60,7 @@ class ObservabilityMiddleware:
         self._shutting_down = shutting_down
         observers = (
             metrics.observe if metrics is not None else None,
-            access_log.write if access_log is not None else None,
+            access_log.put if access_log is not None else None,
         )
         self._observers = tuple(observer for observer in observers if observer is not None)
         self._prefix = secrets.token_hex(4)

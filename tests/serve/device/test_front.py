@@ -77,15 +77,15 @@ def hold(process):
     import threading
 
     free, batches = threading.Event(), []
-    workers = process.registry.get("m").scheduler.workers
-    run = workers._run
+    scheduler = process.registry.get("m").scheduler
+    run = scheduler._run_batch
 
     def held(batch):
         batches.append(batch)
         assert free.wait(WAIT)
         return run(batch)
 
-    workers._run = held
+    scheduler._run_batch = held
     return free, batches
 
 
@@ -202,7 +202,7 @@ async def test_requests_of_a_lost_device_fail_and_the_next_one_answers(exported,
         running = asyncio.create_task(ask(model, ["a"]))
         await until(lambda: batches)
         for connection in list(first.registry.fronts):
-            connection._transport.abort()
+            connection.transport.abort()
         first._server.close()
         socket.unlink(missing_ok=True)
         with pytest.raises(UnavailableError, match="'m' is being restarted"):
@@ -499,7 +499,7 @@ async def test_rows_go_to_the_device_with_the_fewest(exported, tmp_path):
             free.set()
         await asyncio.gather(*asked)
         for connection in list(one.registry.fronts):
-            connection._transport.abort()
+            connection.transport.abort()
         one._server.close()
         sockets[0].unlink()
         await until(lambda: len(model.numbers) == 1)

@@ -62,7 +62,7 @@ class Reader:
 
 
 def answer(log, **known):
-    log.write(record(**known))
+    log.put(record(**known))
 
 
 def test_line_has_client_request_and_timings(pipe):
@@ -159,7 +159,7 @@ def test_lines_are_written_when_the_process_ends():
         "from tests.serve.observability.application import record\n"
         "log = AccessLog.from_option('json')\n"
         "for _ in range(100):\n"
-        "    log.write(record())\n"
+        "    log.put(record())\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     assert len(done.stdout.splitlines()) == 100

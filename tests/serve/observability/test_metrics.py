@@ -144,11 +144,13 @@ def test_totals_are_of_routes_that_run_models(metrics):
     metrics.observe(record(route="/tokenize", ended=9.0))
     metrics.observe_batch("minilm", BatchStatistics(3, 42, 48, 0.3))
     found = metrics.totals({"/embed"})["minilm"]
-    assert (found.inputs, found.batches) == (3, 1)
-    assert 0 <= time.time() - found.last_inference < 60
-    parts = (found.success, found.fail, found.tokenize, found.queue, found.inference)
+    assert (found.inference_count, found.execution_count) == (3, 1)
+    assert 0 <= time.time() - found.last_inference / 1e3 < 60
+    stats = found.inference_stats
+    parts = (stats.success, stats.fail, stats.compute_input, stats.queue, stats.compute_infer)
     assert [part.count for part in parts] == [1, 2, 1, 1, 1]
-    assert [part.seconds for part in parts] == pytest.approx([0.4, 0.003, 0.001, 0.02, 0.3])
+    seconds = [part.ns / 1e9 for part in parts]
+    assert seconds == pytest.approx([0.4, 0.003, 0.001, 0.02, 0.3])
     assert Metrics().totals({"/embed"}) == {}
 
 
@@ -159,8 +161,9 @@ def test_totals_are_of_all_worker_processes(tmp_path):
         "made = Metrics(); made.watch_models(lambda: [Hosted('minilm')])\n"
         "made.observe(record(timings=Timings(0.001, 0.02, 0.3, tokens=42), inputs=3, ended=0.4))\n"
         "found = made.totals({'/embed'})['minilm']\n"
-        "print(found.inputs, found.success.count, round(found.queue.seconds, 3), "
-        "found.last_inference > 1e9)\n"
+        "stats = found.inference_stats\n"
+        "print(found.inference_count, stats.success.count, stats.queue.ns, "
+        "found.last_inference > 1e12)\n"
     )
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
     said = [
@@ -173,7 +176,7 @@ def test_totals_are_of_all_worker_processes(tmp_path):
         ).stdout.strip()
         for _ in range(2)
     ]
-    assert said == ["3 1 0.02 True", "6 2 0.04 True"]
+    assert said == ["3 1 20000000 True", "6 2 40000000 True"]
 
 
 def test_gauges_are_read_at_each_scrape():
@@ -236,7 +239,7 @@ def test_text_from_clients_never_becomes_a_label(metrics):
         metrics.observe_batch(name, BatchStatistics(1, 1, 1, 0.1))
     body = metrics.exposition()[0].decode()
     assert "no-such-model" not in body
-    assert len(metrics._requests) + len(metrics._inferences) + len(metrics._batches) == 0
+    assert len(metrics._requests) + len(metrics._by_model) == 0
     labels = {"route": "/predict/{model}", "model": "", "status": "404"}
     assert value(metrics, "request_duration_seconds_count", **labels) == 1000
 

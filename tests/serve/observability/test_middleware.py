@@ -14,7 +14,7 @@ class Log:
     def __init__(self):
         self.records = []
 
-    def write(self, record):
+    def put(self, record):
         self.records.append(record)
 
 
