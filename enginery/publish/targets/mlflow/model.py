@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from dataclasses import fields, is_dataclass
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 from enginery.core.artifact.manifest import Manifest
 from enginery.publish.package import Package
 from enginery.runtime.tasks import manifest_task
+from enginery.runtime.tasks.results import bare_type
 from enginery.runtime.tasks.task import Task
 from enginery.runtime.tasks.zero_shot_images import ZeroShotImages
 from enginery.runtime.text.pooling import Vectors
@@ -21,12 +24,11 @@ def signature(manifest: Manifest) -> Any:
     """Return the `ModelSignature` of the artifact's task; None if the task is not supported.
 
     Inputs are strings, or the bytes of image or audio files. Embeddings are float32 (rows, dim);
-    any other result is a JSON value per row. Parameters are the task's options.
+    any other result is a list or a dict per row. Parameters are the task's options.
     """
     import numpy as np
     from mlflow.models import Model, ModelSignature
     from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema, TensorSpec
-    from mlflow.types.schema import AnyType
 
     task = _supported_task(manifest)
     if task is None:
@@ -39,8 +41,13 @@ def signature(manifest: Manifest) -> Any:
         else ColSpec(kind, name=field.name, required=not field.optional)
         for field in task.inputs
     ]
-    is_vector = task.result_type is Vectors
-    outputs = [TensorSpec(np.dtype("float32"), (-1, -1)) if is_vector else ColSpec(AnyType())]
+    result = bare_type(task.result_type)
+    if result is Vectors:
+        outputs = [TensorSpec(np.dtype("float32"), (-1, -1))]
+    elif is_dataclass(result):
+        outputs = [ColSpec(kind, name=name) for name, kind in _field_types(result).items()]
+    else:
+        outputs = [ColSpec(_column_type(result))]
     kinds = {
         "boolean": DataType.boolean,
         "integer": DataType.long,
@@ -68,6 +75,36 @@ def _supported_task(manifest: Manifest) -> type[Task] | None:
     task = manifest_task(manifest)
     # The parameters of a signature are no lists, such as the labels to choose from.
     return None if task is None or task.runs_in_steps or task is ZeroShotImages else task
+
+
+def _column_type(kind: Any) -> Any:
+    """Return MLflow's type for a Python type: a scalar, a dataclass, or a list of these."""
+    from mlflow.types import DataType
+    from mlflow.types.schema import Array, Object, Property
+
+    scalars = {
+        str: DataType.string,
+        int: DataType.long,
+        float: DataType.double,
+        bool: DataType.boolean,
+    }
+    if kind in scalars:
+        return scalars[kind]
+    if is_dataclass(kind):
+        hints, kinds = get_type_hints(kind), _field_types(kind)
+        return Object(
+            [
+                Property(name, part, required=NoneType not in get_args(hints[name]))
+                for name, part in kinds.items()
+            ]
+        )
+    return Array(_column_type(get_args(kind)[0]))
+
+
+def _field_types(kind: Any) -> dict[str, Any]:
+    """Return MLflow's type of each field of a dataclass."""
+    hints = get_type_hints(kind)
+    return {field.name: _column_type(bare_type(hints[field.name])) for field in fields(kind)}
 
 
 def tags(package: Package) -> dict[str, str]:
