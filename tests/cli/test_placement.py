@@ -47,12 +47,11 @@ def test_a_file_names_the_providers(tmp_path, capsys):
     status, shown = said(capsys, *words)
     assert status == 2
     assert "config.yaml does not exist" in shown.err
-    engines = "EngineConfig:\n  onnxruntime: {use_cuda: false, use_coreml: %s}\n"
-    (tmp_path / "config.yaml").write_text(engines % "false")
+    (tmp_path / "config.yaml").write_text("cpu: {enable_cpu_mem_arena: false}\n")
     status, shown = said(capsys, *words)
     (part,) = json.loads(shown.out)["placement"]["providers"]
     assert (status, part["name"]) == (0, "CPUExecutionProvider")
-    (tmp_path / "config.yaml").write_text(engines % "true")
+    (tmp_path / "config.yaml").write_text("[coreml, cpu]\n")
     status, shown = said(capsys, *words)
     assert status == 2
     assert "coreml requested, but " in shown.err

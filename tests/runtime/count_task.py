@@ -64,5 +64,7 @@ def count(
     model: Model, texts: Sequence[str], *, truncate: bool | None = None, vowels: str = "aeiou"
 ) -> list[Counted]:
     """Count the tokens and vowels of texts; a method of `Model`."""
-    counts: list[Counted] = model._run_task("count", texts, truncate=truncate, vowels=vowels)
+    counts: list[Counted] = model._run_task(
+        "count", texts, {"truncate": truncate, "vowels": vowels}
+    )
     return counts
