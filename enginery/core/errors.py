@@ -142,10 +142,26 @@ def os_errors_as(kind: type[EngineryError], start: str, *, do: str = "") -> Iter
         raise kind(f"{start}: {cause}{file}.", do=_NO_SPACE if is_full else do) from error
 
 
-def is_system_error(error: BaseException) -> bool:
-    """Return True if the operating system failed an operation, and that led to this error.
+_SYSTEM_FAILURES = frozenset(
+    {
+        errno.EACCES,
+        errno.EPERM,
+        errno.EIO,
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EROFS,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOMEM,
+        errno.ESTALE,
+    }
+)
+"""Failures that are none of a model's or an input's: a file that does not exist, a folder in a
+file's place and a name that is too long may be."""
 
-    A file that does not exist is no failure: libraries look for many that a model may lack.
+
+def is_system_error(error: BaseException) -> bool:
+    """Return True if the system denied or failed an operation, and that led to this error.
 
     >>> try:
     ...     with os_errors_as(InputError, "the tokenizer cannot be loaded"):
@@ -156,11 +172,16 @@ def is_system_error(error: BaseException) -> bool:
     """
     cause: BaseException | None = error
     while cause is not None:
-        missing = isinstance(cause, FileNotFoundError | NotADirectoryError)
-        if isinstance(cause, OSError) and cause.errno is not None and not missing:
+        if isinstance(cause, OSError) and cause.errno in _SYSTEM_FAILURES:
             return True
-        cause = cause.__cause__ or cause.__context__
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return False
+
+
+def raise_system_error(error: BaseException) -> None:
+    """Raise the error again if it is the system's, where all others are taken for a model's."""
+    if is_system_error(error):
+        raise error
 
 
 def join_problems(problems: Iterable[OptionError]) -> OptionError:

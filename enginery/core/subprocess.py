@@ -31,6 +31,7 @@ from typing import Any, NoReturn
 from enginery.core import errors, module_runner
 from enginery.core.closing import Closeable
 from enginery.core.errors import (
+    ArtifactError,
     EngineryError,
     ExportError,
     InputError,
@@ -141,7 +142,11 @@ def run_in_subprocess(
         )
     if "error" in result:
         details = result["error"]
-        kinds: tuple[type[EngineryError], ...] = (MissingPackageError, *error_classes)
+        kinds: tuple[type[EngineryError], ...] = (
+            EngineryError,
+            MissingPackageError,
+            *error_classes,
+        )
         error_class = {kind.__name__: kind for kind in kinds}.get(details["type"], error_classes[0])
         raise error_class(details["message"], do=details["do"] or f"The whole log: {log}")
     return result
@@ -256,8 +261,8 @@ class WorkerProcess(Closeable):
             log: file for the child's standard error, and for what its libraries print; None for one
                 in a temporary directory, which is removed with the process.
             description: start of the message if the child ends without a result.
-            error: class of the error to raise if the child crashes, or raises an exception that
-                is not an EngineryError.
+            error: class of the error to raise if the child raises an exception that is not an
+                EngineryError, or passes a limit.
             environment: environment variables in addition to those of this process.
             python: the interpreter of another environment; empty for this one's.
         """
@@ -295,8 +300,8 @@ class WorkerProcess(Closeable):
             values: further values of the request.
 
         Raises:
-            EngineryError: the child raised it; or the child crashed or passed a limit, then of the
-                class `error`.
+            EngineryError: the child crashed, which says nothing about what was asked; or it raised
+                an error, which has the child's class, or `error`; or it passed a limit (`error`).
         """
         requests, results = self._process.stdin, self._process.stdout
         line = ""
@@ -311,7 +316,7 @@ class WorkerProcess(Closeable):
             raise self._error(f"{self._description}: {LimitError(watch.exceeded)}", do=limits.do)
         if not line:
             status = self._process.wait()
-            raise self._error(
+            raise EngineryError(
                 f"{self._description}: the process {describe_exit(status)}.",
                 do=f"The last line of its log: {_last_line(self._log)}",
             )
@@ -453,7 +458,7 @@ def _error(error: Exception, description: str) -> WorkerResult:
         error = missing_package(error, description) or error
     if isinstance(error, EngineryError):
         kind = type(error)
-        if kind in (ExportError, InputError) and is_system_error(error):
+        if kind in (ArtifactError, ExportError, InputError) and is_system_error(error):
             # A file that the system denies says nothing about the model or its inputs: no caller
             # may take it for their refusal.
             kind = EngineryError

@@ -19,7 +19,7 @@ from typing import Any
 
 import transformers
 
-from enginery.core.errors import ArtifactError, InputError, SourceError
+from enginery.core.errors import ArtifactError, InputError, SourceError, raise_system_error
 from enginery.core.extras import missing_packages_as_errors
 from enginery.export.sentencepiece_tokenizers import (
     UnsupportedTokenizerError,
@@ -101,8 +101,10 @@ def write_tokenizer(source: Path, out: Path, *, trust_remote_code: bool) -> list
             if problem := compare_tokenizer(out, opened, expected).problem:
                 raise UnsupportedTokenizerError(f"it would differ: {problem}.")
     except (UnsupportedTokenizerError, ArtifactError) as error:
+        raise_system_error(error)
         notes = [f"no tokenizer.json: {error}"]
     except BaseException as error:
+        raise_system_error(error)
         reason = " ".join(failure_reason(error).split())
         notes = [f"no tokenizer.json: the tokenizer cannot be read: {reason}"]
     else:
@@ -136,6 +138,7 @@ def _compare_own(source: Path, out: Path, *, trust_remote_code: bool) -> list[st
             "for token ids alone, remove tokenizer.json and the vocabulary from a copy of it.",
         ) from error
     except InputError as error:
+        raise_system_error(error)
         return [f"tokenizer.json was not compared: {error.message}"]
     problem = ""
     try:

@@ -289,7 +289,7 @@ class OutputFile(Closeable):
 
 
 class OutputProcess(WorkerProcess):
-    """An `OutputFile` of a child process; its errors are InputErrors."""
+    """An `OutputFile` of a child process."""
 
     def __init__(self, path: Path, kind: OutputFormat, schema: Any) -> None:
         """Start the process, and create the file; see `OutputFile`."""

@@ -27,7 +27,12 @@ from numpy.typing import NDArray
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.errors import ArtifactError, EngineryError, InputError, ShapeError
+from enginery.core.errors import (
+    ArtifactError,
+    InputError,
+    ProviderError,
+    ShapeError,
+)
 from enginery.core.model.feeds import Feeds
 from enginery.core.model.files import ModelConfig, read_logit_score
 from enginery.core.model.random_numbers import RANDOM_OPS
@@ -637,7 +642,7 @@ def _compare(
     for indices in batches.values():
         try:
             answers = side([inputs[index].value for index in indices])
-        except EngineryError as error:
+        except (ArtifactError, InputError, ShapeError, ProviderError) as error:
             problems["a batch"] = f"fails, but not its inputs alone: {error.message}"
             continue
         for index, answer in zip(indices, answers, strict=True):

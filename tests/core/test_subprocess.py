@@ -274,6 +274,7 @@ def test_worker_can_be_run_by_hand(modules):
         ("PermissionError(13, 'Permission denied')", EngineryError),
         ("OSError(5, 'Input/output error')", EngineryError),
         ("FileNotFoundError(2, 'No such file or directory')", InputError),
+        ("IsADirectoryError(21, 'Is a directory')", InputError),
         ("OSError('no tokenizer')", InputError),
     ],
 )

@@ -225,6 +225,8 @@ def test_changed_artifact_is_an_error_even_if_it_is_already_open(artifact, tmp_p
         ({"image": ""}, "option 'image' is '', expected the name"),
         ({"image": "a b"}, "option 'image' is 'a b'"),
         ({"gpus": 0}, "option 'gpus' is 0, expected 1 or more"),
+        ({"cpu": "many"}, "option 'cpu' is 'many', expected such as 2 or 500m"),
+        ({"memory": "400m"}, "option 'memory' is '400m', expected such as 4Gi, or auto"),
         ({"replicas": 0}, "option 'replicas' is 0"),
     ],
 )
@@ -277,8 +279,8 @@ def test_other_manifest_is_never_overwritten(artifact, tmp_path):
         ("bert_base.uncased", "bert-base-uncased"),
         ("4x-model", "model-4x-model"),
         ("-", "model"),
-        ("x" * 52 + "-y", "x" * 52),
-        ("x" * 80, "x" * 53),
+        ("x" * 46 + "-y", "x" * 46),
+        ("x" * 80, "x" * 47),
     ],
 )
 def test_service_name_is_valid_in_kubernetes(text, name):

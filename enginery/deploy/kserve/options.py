@@ -14,6 +14,8 @@ MAX_CHARACTERS = 53
 # IsvcNameFmt in pkg/apis/serving/v1beta1/inference_service_validation.go of KServe v0.20.0.
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _STORAGE_URI = re.compile(r"[a-z][a-z0-9+]*://\S+")
+_CPU = re.compile(r"[1-9][0-9]*m?|[0-9]+\.[0-9]{1,3}")
+_MEMORY = re.compile(r"auto|[0-9]+(\.[0-9]+)?([kMGT]|[KMGT]i)?")
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,15 @@ class KserveConfig:
                 "letters, digits and '-', with a letter first.",
                 option="name",
             )
+        for option, pattern, example in (
+            ("cpu", _CPU, "2 or 500m"),
+            ("memory", _MEMORY, "4Gi, or auto"),
+        ):
+            if not pattern.fullmatch(getattr(self, option)):
+                yield OptionError(
+                    f"option '{option}' is {getattr(self, option)!r}, expected such as {example}.",
+                    option=option,
+                )
         for option in ("gpus", "replicas"):
             if getattr(self, option) < 1:
                 yield OptionError(

@@ -134,7 +134,8 @@ def service_name(text: str) -> str:
     """
     plain = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     named = plain if plain[:1].isalpha() else f"model-{plain}"
-    return named[:MAX_CHARACTERS].strip("-")
+    # Knative appends the number of a revision, for which a chosen name must leave room as well.
+    return named[: MAX_CHARACTERS - 6].strip("-")
 
 
 def inference_service(

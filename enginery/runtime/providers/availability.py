@@ -29,6 +29,7 @@ from enginery.runtime.providers.known import (
     CUDA,
     TENSORRT,
     TENSORRT_RTX,
+    other_system,
     provider_package,
     short_name,
 )
@@ -364,6 +365,8 @@ def describe_missing(missing: Mapping[str, str]) -> str:
 
 
 def _not_compiled(name: str) -> Unavailable:
+    if system := other_system(name):
+        return Unavailable(f"it runs on {system} only", "Name another provider.")
     builds = installed_onnxruntimes()
     package = provider_package(name)
     # The builds in the first folder of the import path are the ones that are imported. If there are

@@ -11,6 +11,8 @@ Sources: onnxruntime.ai/docs/execution-providers and onnxruntime.ai/docs/install
 
 from __future__ import annotations
 
+import sys
+
 from enginery.core.errors import ProviderError, nearest
 
 CPU = "CPUExecutionProvider"
@@ -50,6 +52,9 @@ _PACKAGES = {
 """Short name -> ONNX Runtime's name, and the Python package that includes it; empty if ONNX Runtime
 must be built with it."""
 
+_SYSTEMS = {"directml": ("win32", "Windows"), "coreml": ("darwin", "macOS")}
+"""Short name -> the only system that a provider runs on: its `sys.platform`, and its name."""
+
 SHORT_NAMES = {short: name for short, (name, _) in _PACKAGES.items()}
 """Short name -> ONNX Runtime's name."""
 _BY_NAME = {name: short for short, name in SHORT_NAMES.items()}
@@ -64,6 +69,12 @@ def provider_package(name: str) -> str:
         ProviderError: there is no such provider.
     """
     return _PACKAGES[short_name(full_name(name))][1]
+
+
+def other_system(name: str) -> str:
+    """Return the only system that a provider runs on, if that is not this one; else nothing."""
+    platform, system = _SYSTEMS.get(short_name(full_name(name)), (sys.platform, ""))
+    return system if platform != sys.platform else ""
 
 
 def short_name(name: str) -> str:

@@ -26,7 +26,7 @@ import transformers
 from numpy.typing import NDArray
 from transformers.pipelines import PIPELINE_REGISTRY
 
-from enginery.core.errors import InputError
+from enginery.core.errors import InputError, raise_system_error
 from enginery.core.model.files import SentenceBertConfig
 from enginery.runtime.pytorch.side_files import load_pillow_processor
 from enginery.runtime.pytorch.tokenizer import load_tokenizer
@@ -113,6 +113,7 @@ class TorchAnswers:
             with torch.inference_mode(), self._watched() as logits:
                 result = answer(item)
         except Exception as error:  # an input may be wrong for a model in any way
+            raise_system_error(error)
             return RawAnswer(problem=first_line(error))
         result.scale, result.margins = logits.scale, logits.margins
         return result

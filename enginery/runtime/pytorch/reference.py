@@ -453,7 +453,7 @@ def _take_worker(process: TorchProcess) -> WorkerProcess:
     return WorkerProcess(
         "enginery.runtime.pytorch.worker",
         description="PyTorch",
-        error=EngineryError,
+        error=ExportError,
         environment={"TOKENIZERS_PARALLELISM": "false"},
         python=process.python,
     )

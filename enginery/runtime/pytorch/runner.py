@@ -39,6 +39,7 @@ from enginery.core.errors import (
     EngineryError,
     ExportError,
     InputError,
+    raise_system_error,
 )
 from enginery.core.model.feeds import FeedLimits, make_feeds
 from enginery.core.model.files import read_logit_score
@@ -235,7 +236,8 @@ def _pad_token_id(path: Path, trust_remote_code: bool) -> int | None:
     """
     try:
         tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code, local_files_only=True)
-    except Exception:  # no tokenizer, or one whose files transformers cannot read in any way
+    except Exception as error:  # no tokenizer, or one whose files transformers cannot read
+        raise_system_error(error)
         return None
     return None if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
 

@@ -16,7 +16,7 @@ import numpy as np
 import transformers
 from transformers.utils import is_torchvision_available
 
-from enginery.core.errors import ArtifactError, EngineryError
+from enginery.core.errors import ArtifactError, EngineryError, raise_system_error
 from enginery.core.json_file import read_json
 from enginery.core.model.files import PreprocessorConfig, read_logit_score
 from enginery.core.versions import TRANSFORMERS5, transformers_family
@@ -66,8 +66,10 @@ def describe_side_files(
                 warnings.simplefilter("ignore")
                 described[name] = describe()
         except EngineryError as error:
+            raise_system_error(error)
             described["errors"][name] = error.message
         except BaseException as error:  # bad files can cause any error, anywhere in transformers
+            raise_system_error(error)
             described["errors"][name] = " ".join(failure_reason(error).split())
 
     def tokenizer() -> dict[str, Any]:
@@ -121,6 +123,7 @@ def compare_processor(directory: Path) -> str:
         compare = _compare_sounds if hasattr(reference, "sampling_rate") else _compare_images
         return compare(directory, reference)
     except BaseException as error:
+        raise_system_error(error)
         if isinstance(error, ArtifactError):
             return ""
         failure_reason(error)  # re-raises what is neither an error of transformers nor a panic

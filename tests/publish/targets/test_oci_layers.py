@@ -309,7 +309,7 @@ def test_layers_of_other_sizes_are_not_downloaded(tmp_path):
 
 
 def test_layer_larger_than_the_disk_is_not_downloaded(tmp_path):
-    with pytest.raises(RegistryError, match=r"the layer weights has .* and .* free"):
+    with pytest.raises(RegistryError, match=r"the layer weights and its files need .* and .* free"):
         require_space(Layer("weights", {"a": 10**15}), tmp_path, "m")
 
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from enginery.core.errors import ArtifactError, EngineryError, ExportError, InputError
+from enginery.core.errors import ArtifactError, ExportError, InputError
 from enginery.core.model.feeds import FeedLimits, make_feeds
 from enginery.core.model.source import resolve_record
 from enginery.core.trust.resource_limits import MEMORY_VARIABLE
@@ -52,7 +52,7 @@ def test_answers_are_transformers_own(bert, tiny_model):
 
 def test_process_that_takes_more_memory_than_its_files_explain_is_ended(bert, monkeypatch):
     monkeypatch.setenv(MEMORY_VARIABLE, "0.001")
-    with pytest.raises(EngineryError, match=r"PyTorch: .* needed more than 0\.001 GiB") as error:
+    with pytest.raises(ExportError, match=r"PyTorch: .* needed more than 0\.001 GiB") as error:
         TorchReference(resolve_record(bert.manifest.source), bert.manifest)
     assert MEMORY_VARIABLE in error.value.do
 

@@ -276,7 +276,7 @@ class OciClient:
             f"{message}.",
             do="The registry's storage is full, or it limits requests: check its limits."
             if response.status_code in (413, 429, 507) or is_full
-            else "Run the same command again: it resumes after the uploaded layers.",
+            else "Run the same command again; what is uploaded is not sent again.",
         )
 
     def _access_denied(self, status: int, message: str) -> RegistryError:

@@ -231,11 +231,11 @@ class OciRegistry:
 
 
 def require_space(layer: Layer, directory: Path, label: str) -> None:
-    """Raise RegistryError if a layer is larger than the free space of the directory's disk."""
-    free = shutil.disk_usage(directory).free
-    if layer.size_bytes > free:
+    """Raise RegistryError if a layer and its files do not fit on the directory's disk."""
+    free, needed = shutil.disk_usage(directory).free, 2 * layer.size_bytes
+    if needed > free:
         raise RegistryError(
-            f"{label}: the layer {layer.title} has {human_bytes(layer.size_bytes)}, and "
+            f"{label}: the layer {layer.title} and its files need {human_bytes(needed)}, and "
             f"{directory} has {human_bytes(free)} free.",
             do="Free disk space, or pull to a directory on another disk.",
         )
