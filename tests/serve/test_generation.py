@@ -266,7 +266,7 @@ def test_bad_requests_are_errors_in_words(server, path, body, status, message):
         ({"eos_token_id": [7] * 60_000}, "found 60000 items, expected at most 1024"),
         (
             {"length_penalty": 1e308},
-            "length_penalty: found 1e+308; Input should be less than or equal to 10",
+            "length_penalty: found 1e+308, expected at most 10",
         ),
     ],
 )
@@ -494,7 +494,7 @@ def test_chat_without_a_length_ends_at_the_models_or_servers_limit(client):
     ("body", "param", "message"),
     [
         ({"prompt": 3}, "prompt", "expected a string or a list"),
-        ({}, "prompt", "prompt is missing"),
+        ({}, "prompt", "prompt is missing, expected a string or a list"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens", "max_tokens: found the number 0"),
         ({"prompt": "a", "max_tokens": 2000}, "max_tokens", "expected at most 1024"),
         ({"prompt": "a", "temperature": 3}, "temperature", "temperature: found the number 3"),
@@ -503,11 +503,15 @@ def test_chat_without_a_length_ends_at_the_models_or_servers_limit(client):
         ({"prompt": "a", "logprobs": True}, "logprobs", "logprobs: found true"),
         ({"prompt": "a", "logprobs": 2, "echo": True}, "logprobs", "the tokens of a prompt"),
         ({"prompt": "a", "presence_penalty": 2.5}, "presence_penalty", "expected 2.0 or less"),
+        ({"prompt": "a", "n": 2**63}, "n", "expected 64 or less"),
+        ({"prompt": "a", "best_of": True}, "best_of", "found true, which is not supported"),
+        ({"prompt": "a", "stop": ["b", *[1] * 1000]}, "stop[1]", "found the number 1, expected"),
+        ({"prompt": "a", "logit_bias": dict.fromkeys(range(1025), 1)}, "logit_bias", "1024 items"),
         ({"prompt": "a", "frequency_penalty": "x"}, "frequency_penalty", "expected a number"),
         (
             {"prompt": "a", "min_p": 0.1},
             "min_p",
-            "found the number 0.1, expected 0.0 or less",
+            "found the number 0.1, which is not supported",
         ),
         ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty", "expected 0.01 or more"),
         ({"prompt": "a", "n": 2, "temperature": 0}, "n", "greedy search has one text"),
@@ -543,6 +547,7 @@ def test_wrong_field_is_named_in_openais_format(server, body, param, message):
         ("translator", {}, "which does not chat"),
         ("vectors", {}, "expected a model that generates text"),
         ("chatter", {"messages": []}, "messages is empty"),
+        ("chatter", {"messages": [1] * 10_000}, "messages[0]: found the number 1"),
         ("chatter", {"messages": [{"role": "tool", "content": "x"}]}, "no tools"),
         (
             "chatter",
@@ -552,7 +557,7 @@ def test_wrong_field_is_named_in_openais_format(server, body, param, message):
         (
             "chatter",
             {"tools": [{"type": "function"}]},
-            "tools: found a list, expected at most 0",
+            "tools: found a list, which is not supported",
         ),
         ("chatter", {"logprobs": 3}, "logprobs: found the number 3, expected true or false"),
         ("chatter", {"top_logprobs": 3}, "top_logprobs is 3, but logprobs is not true"),

@@ -355,9 +355,16 @@ IDS = {"name": "input_ids", "datatype": "INT64", "shape": [1, 2], "data": [1, 2]
         ({"inputs": [TEXT], "outputs": [{"name": "scores"}]}, "did you mean 'score'?"),
         ({"inputs": [TEXT], "outputs": "score"}, "outputs: found the string"),
         ({"inputs": [TEXT], "outputs": [{}]}, "outputs[0].name is missing."),
+        # Of a hundred thousand invalid items the first is reported, and the others are not read.
+        ({"inputs": [1] * 100_000}, "inputs[0]: found the number 1, expected an object"),
+        ({"inputs": [TEXT], "outputs": [{}] * 1000}, "outputs[0].name is missing."),
+        (
+            {"inputs": [TEXT], "outputs": [{"name": "score"}] * 2},
+            "outputs: 'score' occurs twice",
+        ),
         (
             {"inputs": [TEXT], "outputs": [{"name": "score", "parameters": {"binary_date": True}}]},
-            "unknown field 'outputs[0].parameters.binary_date'.",
+            "unknown field 'outputs[0].parameters.binary_date'; did you mean 'binary_data'?",
         ),
         (
             {

@@ -20,6 +20,8 @@ async def test_models_are_found_by_name(exported):
     path = exported("bert", "feature-extraction").path
     models = models_of(one=path, two=exported("bert", "fill-mask").path)
     assert not models.ready
+    with pytest.raises(UnknownModelError, match="no model 'three'"):
+        models.get("three")  # whatever is loading
     await models.load()
     assert models.ready
     assert models.get("two").task.verb == models.select("two").task.verb == "fill"

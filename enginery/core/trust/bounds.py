@@ -142,17 +142,27 @@ _EXPECTED = {
     "less_than_equal": "at most {le}",
     "literal_error": "{expected}",
     "too_long": "at most {max_length} items",
+    "too_short": "at least {min_length} items",
+    "string_too_long": "at most {max_length} characters",
+    "string_too_short": "at least {min_length} characters",
     "string_unicode": "text without lone surrogates",
 }
 """Type of pydantic's error, or its first word -> what was expected."""
 
 
+def expected_by(problem: Mapping[str, Any]) -> str:
+    """Return what an error of pydantic says was expected."""
+    context = problem.get("ctx", {})
+    kind: str = problem["type"]
+    words = _EXPECTED.get(kind) or _EXPECTED.get(kind.partition("_")[0])
+    message: str = problem["msg"].removeprefix("Input should be ")
+    return context.get("words") or (words.format(**context) if words else message)
+
+
 def _describe(problem: Mapping[str, Any]) -> str:
     """Describe an error of pydantic: the key, what was found and what was expected."""
     context, keys = problem.get("ctx", {}), [str(part) for part in problem["loc"]]
-    kind: str = problem["type"]
-    words = _EXPECTED.get(kind) or _EXPECTED.get(kind.partition("_")[0]) or problem["msg"]
-    wanted = context.get("words") or words.format(**context)
+    kind, wanted = problem["type"], expected_by(problem)
     value = _SHORT.repr(context.get("value", problem["input"]))
     if keys and keys[-1] == "[key]":
         return f"{'.'.join(keys[:-2])} has the key {value}, expected {wanted}"

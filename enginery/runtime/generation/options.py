@@ -21,6 +21,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from enginery.core.errors import ArtifactError, EngineryError, InputError, nearest
 from enginery.core.json_file import read_json
+from enginery.core.trust.bounds import expected_by
 
 FILE = "generation_config.json"
 
@@ -43,12 +44,13 @@ MAX_ITEMS: Mapping[str, int] = {
     "begin_suppress_tokens": 2048,
     "bad_words_ids": 1000,
     "eos_token_id": 1024,
+    "logit_bias": MAX_BIASES,
     "forced_eos_token_id": 1024,
     "suppress_tokens": 2048,
     "stop_strings": 16,
 }
-"""The largest lists of a caller, items of items counted together: the thread that all requests
-share goes through them. A model's own file may have longer ones."""
+"""The largest lists and objects of a caller, items of items counted together: the thread that all
+requests share goes through them. A model's own file may have longer lists."""
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 TokenIds = Annotated[
@@ -361,12 +363,13 @@ def validated(
     except ValidationError as invalid:
         first = invalid.errors(include_url=False)[0]
         name = ".".join(map(str, first["loc"]))
-        raise error(f"{where}{name}: found {short(first['input'])}; {first['msg']}.") from None
+        found = short(first["input"])
+        raise error(f"{where}{name}: found {found}, expected {expected_by(first)}.") from None
 
 
 def check_items(name: str, value: Any) -> None:
-    """Raise InputError for a caller's list that is longer than `MAX_ITEMS`."""
-    values, most = value if isinstance(value, list | tuple) else [value], MAX_ITEMS[name]
+    """Raise InputError for a caller's list or object that is longer than `MAX_ITEMS`."""
+    values, most = value if isinstance(value, list | tuple | dict) else [value], MAX_ITEMS[name]
     count = len(values)
     if count <= most:
         count = sum(len(item) if isinstance(item, list | tuple) else 1 for item in values)

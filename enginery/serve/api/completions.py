@@ -23,7 +23,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from enginery.runtime.generation.options import MAX_TOP_LOGPROBS
+from enginery.runtime.generation.options import MAX_BEAMS, MAX_BIASES, MAX_TOP_LOGPROBS
 from enginery.runtime.generation.search import TokenLogprob
 from enginery.runtime.tasks.generate import Generate
 from enginery.serve.api.endpoints import (
@@ -90,12 +90,16 @@ class ResponseFormat(RequestBody):
 class SamplingRequest(RequestBody):
     """The fields that completions and chat have in common."""
 
+    unsupported = frozenset(
+        {"best_of", "function_call", "functions", "min_p", "suffix", "tool_choice", "tools"}
+    )
+
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
-    stop: str | list[str] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_BEAMS)] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     seed: Annotated[int, Field(ge=0)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -105,10 +109,10 @@ class SamplingRequest(RequestBody):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[str, Any] | None = None
+    logit_bias: Annotated[dict[str, Any], Field(max_length=MAX_BIASES)] | None = None
     """A number for each token id."""
     response_format: ResponseFormat | None = None
-    best_of: Literal[1] | None = None
+    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=0)] | None = None
 
 
@@ -127,13 +131,13 @@ class ChatMessage(RequestBody):
     """A message of a conversation; content is a text, or a list of parts of the type `text`."""
 
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
 
 
 class ChatRequest(SamplingRequest):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None

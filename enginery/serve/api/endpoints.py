@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import orjson
-from pydantic import BaseModel
 from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -22,7 +21,7 @@ from enginery.runtime.tasks import TASKS
 from enginery.runtime.tasks.task import RowTask, Task, count_characters, count_inputs
 from enginery.runtime.tasks.views import View
 from enginery.serve.api.errors import fault_response, invalid_body, invalid_field
-from enginery.serve.api.requests import json_object, parse
+from enginery.serve.api.requests import RequestBody, json_object, parse
 from enginery.serve.batching.scheduler import Timings
 from enginery.serve.config import ServeConfig
 from enginery.serve.models.registry import ModelRegistry
@@ -51,7 +50,7 @@ class Endpoint:
     handler: Handler
     protocol: Protocol
     summary: str
-    body: type[BaseModel] | None = None
+    body: type[RequestBody] | None = None
     response: Any = Any
     """Type of the JSON response."""
     statuses: tuple[int, ...] = ()
@@ -117,7 +116,7 @@ class Routes:
         return declare
 
 
-def _read_body(kind: type[BaseModel], body: bytes) -> BaseModel:
+def _read_body(kind: type[RequestBody], body: bytes) -> RequestBody:
     return parse(kind, json_object(body))
 
 

@@ -113,10 +113,10 @@ class RequestOutput(RequestBody):
 class InferRequest(RequestBody):
     """Body of /infer; tensors are read by `read_tensor`."""
 
-    inputs: Annotated[list[RequestTensor], Field(min_length=1)]
+    inputs: Annotated[list[RequestTensor], Field(min_length=1, fail_fast=True)]
     id: str | None = None
     parameters: dict[str, Any] | None = None
-    outputs: list[RequestOutput] | None = None
+    outputs: Annotated[list[RequestOutput], Field(fail_fast=True)] | None = None
 
 
 class InferResponse(Schema):
@@ -245,7 +245,7 @@ async def infer(request: Request) -> Response:
     content, length = request.scope["state"]["body"], request.headers.get(HEADER_LENGTH)
     values, tail = await parsed(partial(_split, content, length), len(content))
     model = require_ready(request, _model(request))
-    body = parse(InferRequest, values)
+    body = await parsed(partial(parse, InferRequest, values), len(content))
     tensors = await parsed(partial(_tensors, body, tail), len(content))
     parameters = dict(body.parameters or {})
     binary = parameters.pop("binary_data_output", None)
@@ -500,12 +500,12 @@ def _tensors(body: InferRequest, tail: BinaryData) -> list[InferTensor]:
 
 def _requested(body: InferRequest) -> list[RequestOutput]:
     """Return the outputs that the request names; an empty list for all."""
-    outputs = body.outputs or []
-    names = [output.name for output in outputs]
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            raise invalid_field(f"outputs: {quote(name)} occurs twice.", field="outputs")
-    return outputs
+    outputs: dict[str, RequestOutput] = {}
+    for output in body.outputs or []:
+        if output.name in outputs:
+            raise invalid_field(f"outputs: {quote(output.name)} occurs twice.", field="outputs")
+        outputs[output.name] = output
+    return list(outputs.values())
 
 
 def _check_outputs(requested: list[RequestOutput], names: list[str]) -> None:

@@ -205,7 +205,7 @@ async def read_any(request: Request, task: Task, name: str) -> PredictInputs:
         kind = {"image": "image/png", "audio": "audio/wav"}[task.modality]
         do = f"To send {FILES[task.modality]} itself, set its content type, such as {kind}."
         raise invalid_body(error.message, do=do) from None
-    fields = parse(PredictAnyRequest, values)
+    fields = await parsed(partial(parse, PredictAnyRequest, values), len(body))
     inputs, max_inputs = fields.inputs, config_of(request).max_inputs
     # Counted before each is looked at; a list of whole numbers can be the token ids of one.
     if isinstance(inputs, list) and len(inputs) > max_inputs and type(inputs[0]) is not int:

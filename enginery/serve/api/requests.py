@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import binascii
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import islice
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from enginery.core.errors import nearest
 from enginery.runtime.tasks.task import Modality, describe_value
@@ -48,14 +49,28 @@ class RequestBody(Schema):
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
+    unsupported: ClassVar[frozenset[str]] = frozenset()
+    """Fields of other servers that may be there with values that ask for nothing."""
+
 
 class StrictRequestBody(RequestBody):
     """Base of bodies in which unknown fields are errors."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _reject_unknown(cls, values: Any) -> Any:
+        """Report the first unknown field, instead of one error for each of a hundred thousand."""
+        if isinstance(values, dict):
+            for name in values:
+                if name not in cls.model_fields:
+                    details = {"name": name, "fields": tuple(cls.model_fields)}
+                    raise PydanticCustomError("unknown_field", "a known field", details)
+        return values
 
-BodyType = TypeVar("BodyType", bound=BaseModel)
+
+BodyType = TypeVar("BodyType", bound=RequestBody)
 
 
 # -- types of fields ----------------------------------------------------------------------------
@@ -135,11 +150,24 @@ def parse(kind: type[BodyType], values: dict[str, Any]) -> BodyType:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        raise _invalid(error, values, fields=tuple(kind.model_fields)) from None
+        problem = _invalid(error, values, unsupported=kind.unsupported)
+    if problem.field in kind.model_fields and problem.field not in values:
+        # What is expected of a field that is missing is what is expected in the place of null.
+        values = {**values, problem.field: None}
+        try:
+            kind.model_validate(values)
+        except ValidationError as error:
+            problem = _invalid(error, values, absent=problem.field)
+    raise problem
 
 
 def _invalid(
-    error: ValidationError, value: Any, *, path: str = "", fields: Sequence[str] = ()
+    error: ValidationError,
+    value: Any,
+    *,
+    path: str = "",
+    unsupported: Collection[str] = (),
+    absent: str = "",
 ) -> HTTPError:
     """Return the error of a request whose `value` is invalid.
 
@@ -147,25 +175,34 @@ def _invalid(
         error: what pydantic has reported.
         value: the value.
         path: where the body has it.
-        fields: names of the fields of a body.
+        unsupported: fields that are not supported.
+        absent: a field that is missing, and null in `value`.
     """
     errors = [(details, _place(details, value)) for details in error.errors(include_url=False)]
     first, place = max(errors, key=_relevance)
     alternatives = [details for details, keys in errors if keys == place]
     if first["type"] == "too_long":
         alternatives = [first]
+    # A number of the right type is meant, if it is too large or too small.
+    alternatives = [d for d in alternatives if d["type"] in _OF_RANGE] or alternatives
     for key in place:
         path += f"[{key}]" if isinstance(key, int) else f".{key}" if path else key
-    if first["type"] == "extra_forbidden":
-        name = str(place[-1])
-        return unknown_field(name, fields if path == name else (), path.removesuffix(name))
+    if first["type"] == "unknown_field":
+        return unknown_field(first["ctx"]["name"], first["ctx"]["fields"], f"{path}." * bool(path))
+    if place and place[0] in unsupported:
+        return invalid_field(
+            f"{path}: found {describe_value(first['input'])}, which is not supported.",
+            field=path,
+            do="Leave it out.",
+        )
     if first["type"] == "missing":
         return invalid_field(f"{path} is missing.", field=path)
     if any(details["type"] == "too_short" for details in alternatives):
         return empty_input(path)
-    return invalid_value(
-        path, " or ".join(dict.fromkeys(map(_expected, alternatives))), first["input"]
-    )
+    words = " or ".join(dict.fromkeys(map(_expected, alternatives)))
+    if path == absent:
+        return invalid_field(f"{path} is missing, expected {words}.", field=path)
+    return invalid_value(path, words, first["input"])
 
 
 def _relevance(error: tuple[Any, list[Any]]) -> tuple[bool, bool, int, int]:
@@ -176,9 +213,10 @@ def _relevance(error: tuple[Any, list[Any]]) -> tuple[bool, bool, int, int]:
     """
     details, place = error
     index = place[-1] if place and isinstance(place[-1], int) else -1
-    return details["type"] == "extra_forbidden", details["type"] == "too_long", len(place), index
+    return details["type"] == "unknown_field", details["type"] == "too_long", len(place), index
 
 
+_OF_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 _EXPECTED = {
     "bool_type": "true or false",
     "bool_parsing": "true or false",

@@ -40,12 +40,12 @@ class DocumentsRequest(RequestBody):
     """Body of /v1/rerank and /v2/rerank."""
 
     query: str
-    documents: Annotated[list[str | Document], Field(min_length=1)]
+    documents: Annotated[list[str | Document], Field(min_length=1, fail_fast=True)]
     top_n: Annotated[int, Field(ge=1)] | None = None
     return_documents: bool | None = None
     model: str | None = None
     max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = None
-    max_chunks_per_doc: Literal[1] | None = None
+    max_chunks_per_doc: Annotated[int, Field(ge=1, le=1)] | None = None
     """Documents are cut once, at the model's own limit."""
     rank_fields: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
     """Documents are ranked by their text."""

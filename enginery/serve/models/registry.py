@@ -95,11 +95,12 @@ class ModelRegistry:
 
         Raises:
             UnknownModelError: there is none.
-            UnavailableError: a model is loading, so its source is not known yet.
         """
         if name in self._models:
             return self._models[name]
         for model in self._models.values():
+            if not model.is_loaded:
+                continue  # its source is not known yet
             source = model.artifact.manifest.source
             if name in (source.id, source.name):
                 return model

@@ -170,19 +170,19 @@ class Metrics:
             self._counter("inputs", "Texts, images or rows that were answered."),
             self._counter("input_tokens", "Tokens of inputs, special ones included."),
             self._counter("truncated", "Texts that were truncated."),
-            Gauge(
-                "enginery_last_inference_timestamp_seconds",
-                "Unix time of the last answer of the model.",
-                _BY_MODEL,
-                registry=self._counts,
-                multiprocess_mode="max",
-            ),
             self._histogram("batch_inputs", "Inputs per batch.", INPUTS),
             self._histogram("batch_tokens", "Tokens per batch, without padding.", TOKENS),
             self._histogram(
                 "batch_padding_ratio", "Padding as a share of a batch's padded tokens.", RATIOS
             ),
             self._histogram("batch_seconds", "Time of a batch in a worker.", SECONDS),
+        )
+        self._last_inference = Gauge(
+            "enginery_last_inference_timestamp_seconds",
+            "Unix time of the last answer of the model.",
+            _BY_MODEL,
+            registry=self._counts,
+            multiprocess_mode="max",
         )
         self._first_token = self._histogram(
             "first_token_seconds",
@@ -306,7 +306,8 @@ class Metrics:
         metrics.inputs.inc(sum(record.inputs for record in records))
         metrics.tokens.inc(sum(timing.tokens for timing in timings))
         metrics.truncated.inc(sum(timing.truncated for timing in timings))
-        metrics.last_inference.set_to_current_time()
+        # It has no value before the first answer.
+        self._last_inference.labels(self._model_label(model)).set_to_current_time()
 
     def _metrics_of(self, model: str) -> _ModelMetrics:
         metrics = self._by_model.get(model)
@@ -370,7 +371,6 @@ class _ModelMetrics(NamedTuple):
     inputs: Counter
     tokens: Counter
     truncated: Counter
-    last_inference: Gauge
     batch_inputs: Histogram
     batch_tokens: Histogram
     batch_padding: Histogram

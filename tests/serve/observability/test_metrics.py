@@ -136,6 +136,13 @@ def test_refusals_are_counted_by_reason(metrics):
     assert reasons == {"overloaded", "too_large", "cancelled", "http", "invalid"}
 
 
+def test_a_model_without_an_answer_has_no_time_of_the_last_one(metrics):
+    metrics.observe_batch("minilm", BatchStatistics(3, 42, 48, 0.3))
+    names = {name for name, _ in samples(metrics)}
+    assert "enginery_batch_inputs_count" in names
+    assert "enginery_last_inference_timestamp_seconds" not in names
+
+
 def test_totals_are_of_routes_that_run_models(metrics):
     timings = Timings(0.001, 0.02, 0.3, tokens=42)
     metrics.observe(record(timings=timings, inputs=3, ended=0.4))
