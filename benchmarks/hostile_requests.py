@@ -155,6 +155,7 @@ def kinds(chance: random.Random, *, generates: bool) -> dict[str, Callable[[], P
     """Return what makes a request of each kind."""
     get = b"GET /health/live HTTP/1.1\r\nhost: x\r\n"
     many = LIMIT // 2 - 100
+    keys = [f"x{number}" for number in range(120_000)]
     elements = struct.pack("<I", 0) * (LIMIT // 4 - 1000)
     infer, lengths = "/v2/models/vectors/infer", b"inference-header-content-length: %d"
     binary = json.dumps(
@@ -195,6 +196,16 @@ def kinds(chance: random.Random, *, generates: bool) -> dict[str, Callable[[], P
         "many strings": lambda: post(
             infer, tensor(name="text", datatype="BYTES", shape=[10**6], data=["a"] * 10**6)
         ),
+        "no tensors": lambda: post(infer, {"inputs": [1] * 10**6}),
+        "many outputs": lambda: post(
+            infer,
+            {
+                "inputs": [{"name": "text", "datatype": "BYTES", "shape": [1], "data": ["a"]}],
+                "outputs": [{"name": f"y{number}"} for number in range(40_000)],
+            },
+        ),
+        "documents": lambda: post("/v1/rerank", {"query": "a", "documents": [1] * 10**6}),
+        "fields": lambda: post("/predict/vectors", {"inputs": "a"} | dict.fromkeys(keys, 1)),
     }
     if generates:
         parameters: dict[str, dict[str, Any]] = {
@@ -216,6 +227,10 @@ def kinds(chance: random.Random, *, generates: bool) -> dict[str, Callable[[], P
             "/v1/completions",
             {"model": "writer", "prompt": "a", "logit_bias": dict.fromkeys(range(10**5), 1)},
         )
+        made["texts"] = lambda: post(
+            "/v1/completions", {"prompt": "a", "temperature": 1, "n": 20_000_000}
+        )
+        made["messages"] = lambda: post("/v1/chat/completions", {"messages": [1] * 10**6})
     return made
 
 
