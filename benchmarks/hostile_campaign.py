@@ -209,7 +209,7 @@ def _judged(model: Path, run: Callable[[], object]) -> str:
     from enginery.core.trust.confinement import confined
 
     try:
-        with confined(model=model, writable=[Path(os.environ["ENGINERY_HOME"])]) as confinement:
+        with confined(model, writable=[Path(os.environ["ENGINERY_HOME"])]) as confinement:
             ended = "answered"
             try:
                 run()
