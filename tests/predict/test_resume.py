@@ -17,7 +17,7 @@ import pytest
 
 from enginery.cli import main
 from enginery.core.artifact.fingerprint import Fingerprint
-from enginery.core.errors import InputError
+from enginery.core.errors import EngineryError, InputError
 from enginery.core.home import enginery_home
 from enginery.core.scratch import Scratch
 from enginery.predict import stage, writer
@@ -435,7 +435,7 @@ def test_process_that_writes_is_killed(tmp_path):
     with process:
         process.add(part)
         process._process.kill()
-        with pytest.raises(InputError, match=r"writing .*assembled: the process was killed"):
+        with pytest.raises(EngineryError, match=r"writing .*assembled: the process was killed"):
             process.finish()
 
 

@@ -14,7 +14,7 @@ from enginery.bench.backends.plan import plan_backends
 from enginery.bench.backends.process import BenchmarkProcess
 from enginery.bench.config import BenchConfig
 from enginery.bench.target import Target
-from enginery.core.errors import InputError, ProviderError
+from enginery.core.errors import EngineryError, InputError, ProviderError
 from tests.bench.sample_results import save_detector
 
 
@@ -68,7 +68,7 @@ def test_turn_without_inputs_is_an_error(started):
 def test_crash_is_an_error(started):
     os.kill(child_of(started), signal.SIGSEGV)
     started._process.wait()
-    with pytest.raises(ProviderError, match="onnxruntime: the process crashed with signal 11"):
+    with pytest.raises(EngineryError, match="onnxruntime: the process crashed with signal 11"):
         started.request("memory")
 
 
