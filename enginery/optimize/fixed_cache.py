@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.external_data import external_data_files
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.errors import EngineryError
+from enginery.core.errors import EngineryError, raise_system_error
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.shapes import TensorSpec
 from enginery.optimize.comparison import cast_feeds, input_types
@@ -105,9 +105,8 @@ def add_fixed_cache(
     target = decoder.out.with_name(f"{decoder.out.stem}{SUFFIX}.onnx")
     try:
         return _add(artifact, decoder, config, target)
-    except OSError:  # a full disk is no property of the graph
-        raise
     except Exception as error:  # whatever is unusual in a graph: the artifact does without
+        raise_system_error(error)
         target.unlink(missing_ok=True)
         expected = isinstance(error, UnsuitableGraphError | EngineryError)
         reason = str(error) if expected else f"{type(error).__name__}: {error}"

@@ -103,8 +103,6 @@ def engine_facts(engine: Engine) -> list[Row]:
         facts["built on"] = f"{record.gpu.name}, driver {record.gpu.driver}"
     if record.hardware_compatibility != "none":
         facts["hardware compatibility"] = record.hardware_compatibility
-    if record.version_compatible:
-        facts["version compatible"] = "yes"
     facts |= {f"profile {n}": profile for n, profile in enumerate(record.profiles, start=1)}
     facts |= {f"input {spec.name}": str(spec).partition(": ")[2] for spec in record.inputs}
     facts |= {f"output {spec.name}": str(spec).partition(": ")[2] for spec in record.outputs}

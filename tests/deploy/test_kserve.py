@@ -225,8 +225,8 @@ def test_changed_artifact_is_an_error_even_if_it_is_already_open(artifact, tmp_p
         ({"image": ""}, "option 'image' is '', expected the name"),
         ({"image": "a b"}, "option 'image' is 'a b'"),
         ({"gpus": 0}, "option 'gpus' is 0, expected 1 or more"),
-        ({"cpu": "many"}, "option 'cpu' is 'many', expected such as 2 or 500m"),
-        ({"memory": "400m"}, "option 'memory' is '400m', expected such as 4Gi, or auto"),
+        ({"cpu": "many"}, "option 'cpu' is 'many', expected a value such as 2 or 500m"),
+        ({"memory": "400m"}, "option 'memory' is '400m', expected a value such as 4Gi, or auto"),
         ({"replicas": 0}, "option 'replicas' is 0"),
     ],
 )

@@ -314,7 +314,6 @@ def engines(artifact: Artifact) -> list[Engine]:
             profiles=("batch=1:8:32", "batch=64"),
             gpu={"name": "NVIDIA L4", "driver": "580.65.06"},
             hardware_compatibility="ampere-plus",
-            version_compatible=True,
             warnings=("a weight was clipped",),
         ),
         engine_record(artifact, capabilities=(), profiles=(), layers={"other fp32": 1}),

@@ -320,7 +320,7 @@ IDS = {"name": "input_ids", "datatype": "INT64", "shape": [1, 2], "data": [1, 2]
         ({"inputs": [{**TEXT, "shape": [0], "data": []}]}, "has no elements"),
         (
             {"inputs": [{**TEXT, "shape": [-1]}]},
-            "inputs[0].shape[0]: found the number -1, expected 0 or more.",
+            "inputs[0].shape[0]: found the number -1, expected at least 0.",
         ),
         ({"inputs": [{**TEXT, "shape": [1, "2"]}]}, "inputs[0].shape[1]: found the string '2'"),
         ({"inputs": [{**TEXT, "shape": 1}]}, "inputs[0].shape: found the number 1"),
@@ -371,7 +371,7 @@ IDS = {"name": "input_ids", "datatype": "INT64", "shape": [1, 2], "data": [1, 2]
                 "inputs": [TEXT],
                 "outputs": [{"name": "score", "parameters": {"classification": -1}}],
             },
-            "outputs[0].parameters.classification: found the number -1, expected 0 or more",
+            "outputs[0].parameters.classification: found the number -1, expected at least 0",
         ),
         ({"inputs": [TEXT], "parameters": {"topk": 1}}, "did you mean 'top_k'?"),
         ({"inputs": [TEXT], "parameters": {"top_k": "1"}}, "parameters.top_k: found the string"),

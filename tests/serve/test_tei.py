@@ -459,7 +459,11 @@ def test_documents_are_ranked_in_the_shape_of_cohere_and_jina(running, path):
             "rank_fields: found a list, expected at most 1 items",
         ),
         ({"max_tokens_per_doc": 100}, 422, "expected the model's limit, 128, or more"),
-        ({"max_chunks_per_doc": 10}, 422, "max_chunks_per_doc: found the number 10, expected 1"),
+        (
+            {"max_chunks_per_doc": 10},
+            422,
+            "max_chunks_per_doc: found the number 10, expected at most 1",
+        ),
         ({"model": "mood"}, 422, "has several labels, expected a reranker"),
         ({"model": "nothing"}, 404, "nothing"),
     ],

@@ -117,15 +117,12 @@ class EngineRecord(_Record):
     flavor: FlavorName
     """`tensorrt` or `tensorrt-rtx`."""
     tensorrt: str
-    """Version of TensorRT; a plan runs only with this one, unless it is `version_compatible`."""
+    """Version of TensorRT; a plan runs only with this one."""
     capabilities: tuple[Capability, ...]
     """Compute capabilities that it was built for, such as `8.9`; empty for a portable plan."""
     gpu: GpuRecord = GpuRecord()
     hardware_compatibility: Compatibility = "none"
     """Classic TensorRT: `none`, `ampere-plus` or `same-compute-capability`."""
-    version_compatible: bool = False
-    """Classic TensorRT: the plan also runs with later minor versions of the same major version, as
-    earlier versions of `build` could make it."""
     profiles: tuple[str, ...]
     """`batch=1:8:32,sequence=8:128:512`, in the plan's order; empty for fixed shapes."""
     graph: RelativePath

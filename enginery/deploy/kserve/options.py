@@ -75,7 +75,8 @@ class KserveConfig:
         ):
             if not pattern.fullmatch(getattr(self, option)):
                 yield OptionError(
-                    f"option '{option}' is {getattr(self, option)!r}, expected such as {example}.",
+                    f"option '{option}' is {getattr(self, option)!r}, expected a value such as "
+                    f"{example}.",
                     option=option,
                 )
         for option in ("gpus", "replicas"):

@@ -134,7 +134,7 @@ def service_name(text: str) -> str:
     """
     plain = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     named = plain if plain[:1].isalpha() else f"model-{plain}"
-    # Knative appends the number of a revision, for which a chosen name must leave room as well.
+    # Under Knative a revision's name has six characters more: `-00001`.
     return named[: MAX_CHARACTERS - 6].strip("-")
 
 

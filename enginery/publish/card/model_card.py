@@ -298,5 +298,4 @@ def describe_hardware_target(record: EngineRecord) -> str:
         where += f", built on {record.gpu.name}"
     if record.hardware_compatibility != "none":
         where += f", hardware compatibility {record.hardware_compatibility}"
-    version = "or a later minor version" if record.version_compatible else "and no other version"
-    return f"{record.flavor}, TensorRT {record.tensorrt} {version}; {where}"
+    return f"{record.flavor}, TensorRT {record.tensorrt} and no other version; {where}"

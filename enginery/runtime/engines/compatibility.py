@@ -58,8 +58,6 @@ def incompatibility(
             return f"its {name} is not listed in the artifact's manifest"
     if record.graph_sha256 != graph_sha256(graph, artifact.manifest.files):
         return f"it was built from another {graph.file}"
-    if record.version_compatible:
-        return "version-compatible plans contain host code, which ONNX Runtime does not allow"
     if version and _first_three(record.tensorrt) != version:
         return f"this machine has TensorRT {version}"
     return _gpu_incompatibility(record, flavor, gpu)

@@ -363,8 +363,8 @@ def validated(
     except ValidationError as invalid:
         first = invalid.errors(include_url=False)[0]
         name = ".".join(map(str, first["loc"]))
-        found = short(first["input"])
-        raise error(f"{where}{name}: found {found}, expected {expected_by(first)}.") from None
+        value = short(first["input"])
+        raise error(f"{where}{name}: found {value}, expected {expected_by(first)}.") from None
 
 
 def check_items(name: str, value: Any) -> None:

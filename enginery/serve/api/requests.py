@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 from pydantic_core import PydanticCustomError
 
 from enginery.core.errors import nearest
+from enginery.core.trust.bounds import expected_by
 from enginery.runtime.tasks.task import Modality, describe_value
 from enginery.serve.api.errors import HTTPError, empty_input, invalid_body, invalid_field
 
@@ -152,7 +153,7 @@ def parse(kind: type[BodyType], values: dict[str, Any]) -> BodyType:
     except ValidationError as error:
         problem = _invalid(error, values, unsupported=kind.unsupported)
     if problem.field in kind.model_fields and problem.field not in values:
-        # What is expected of a field that is missing is what is expected in the place of null.
+        # The error for null says what is expected of the field.
         values = {**values, problem.field: None}
         try:
             kind.model_validate(values)
@@ -178,18 +179,18 @@ def _invalid(
         unsupported: fields that are not supported.
         absent: a field that is missing, and null in `value`.
     """
-    errors = [(details, _place(details, value)) for details in error.errors(include_url=False)]
-    first, place = max(errors, key=_relevance)
-    alternatives = [details for details, keys in errors if keys == place]
+    errors = [(details, _path_keys(details, value)) for details in error.errors(include_url=False)]
+    first, path_keys = max(errors, key=_relevance)
+    alternatives = [details for details, keys in errors if keys == path_keys]
     if first["type"] == "too_long":
         alternatives = [first]
     # A number of the right type is meant, if it is too large or too small.
     alternatives = [d for d in alternatives if d["type"] in _OF_RANGE] or alternatives
-    for key in place:
+    for key in path_keys:
         path += f"[{key}]" if isinstance(key, int) else f".{key}" if path else key
     if first["type"] == "unknown_field":
         return unknown_field(first["ctx"]["name"], first["ctx"]["fields"], f"{path}." * bool(path))
-    if place and place[0] in unsupported:
+    if path_keys and path_keys[0] in unsupported:
         return invalid_field(
             f"{path}: found {describe_value(first['input'])}, which is not supported.",
             field=path,
@@ -199,7 +200,7 @@ def _invalid(
         return invalid_field(f"{path} is missing.", field=path)
     if any(details["type"] == "too_short" for details in alternatives):
         return empty_input(path)
-    words = " or ".join(dict.fromkeys(map(_expected, alternatives)))
+    words = " or ".join(dict.fromkeys(map(expected_by, alternatives)))
     if path == absent:
         return invalid_field(f"{path} is missing, expected {words}.", field=path)
     return invalid_value(path, words, first["input"])
@@ -211,38 +212,16 @@ def _relevance(error: tuple[Any, list[Any]]) -> tuple[bool, bool, int, int]:
     An unknown field may be a misspelled one that is missing. Of the members of a union the one is
     meant that fits the largest part of the value: its error is the deepest, or the farthest.
     """
-    details, place = error
-    index = place[-1] if place and isinstance(place[-1], int) else -1
-    return details["type"] == "unknown_field", details["type"] == "too_long", len(place), index
+    details, path_keys = error
+    index = path_keys[-1] if path_keys and isinstance(path_keys[-1], int) else -1
+    return details["type"] == "unknown_field", details["type"] == "too_long", len(path_keys), index
 
 
 _OF_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
-_EXPECTED = {
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
-    "dict_type": "an object",
-    "float_parsing": "a number",
-    "float_type": "a number",
-    "greater_than": "more than {gt}",
-    "greater_than_equal": "{ge} or more",
-    "int_type": "a whole number",
-    "less_than_equal": "{le} or less",
-    "list_type": "a list",
-    "model_type": "an object",
-    "string_type": "a string",
-    "too_long": "at most {max_length} items",
-}
-"""Words for what is expected, by pydantic's type of error."""
+"""Types of pydantic's errors for numbers that are too large or too small."""
 
 
-def _expected(details: Any) -> str:
-    if details["type"] in _EXPECTED:
-        return _EXPECTED[details["type"]].format(**details.get("ctx", {}))
-    message: str = details["msg"]
-    return message.removeprefix("Input should be ")
-
-
-def _place(details: Any, value: Any) -> list[Any]:
+def _path_keys(details: Any, value: Any) -> list[Any]:
     """Return the keys and indices that lead to an error.
 
     Pydantic's locations also have the names of members of unions, which are not part of the body.

@@ -54,7 +54,7 @@ def written(directory, kind, document):
         (
             ModelConfig,
             {"type_vocab_size": "x"},
-            "type_vocab_size is 'x', expected an integer.",
+            "type_vocab_size is 'x', expected a whole number.",
         ),
         (ModelConfig, {"vocab_size": -1}, "vocab_size is -1, expected at least 0."),
         (
@@ -62,11 +62,15 @@ def written(directory, kind, document):
             {"vocab_size": 10**12},
             "vocab_size is 1000000000000, expected at most 16777216.",
         ),
-        (ModelConfig, {"pad_token_id": 1.5}, "pad_token_id is 1.5, expected an integer"),
+        (ModelConfig, {"pad_token_id": 1.5}, "pad_token_id is 1.5, expected a whole number"),
         (ModelConfig, {"eos_token_id": ["a"]}, "eos_token_id is ['a'], expected"),
         (ModelConfig, {"text_config": {"vocab_size": []}}, "text_config.vocab_size is [], exp"),
         (ModelConfig, {"vision_config": 3}, "vision_config is 3, expected an object."),
-        (ModelConfig, {"id2label": {"one": "glad"}}, "id2label has the key 'one', expected an int"),
+        (
+            ModelConfig,
+            {"id2label": {"one": "glad"}},
+            "id2label has the key 'one', expected a whole",
+        ),
         (ModelConfig, {"id2label": {"1": ["glad"]}}, "id2label.1 is ['glad'], expected a string."),
         (ModelConfig, {"image_size": "big"}, "image_size is 'big', expected a positive number"),
         (ModelConfig, {"conv_kernel": [10, 3], "conv_stride": [5]}, "conv_stride is [5], expected"),
@@ -101,7 +105,7 @@ def written(directory, kind, document):
         (
             TokenizerConfig,
             {"added_tokens_decoder": {"a": {"content": "b"}}},
-            "added_tokens_decoder has the key 'a', expected an integer",
+            "added_tokens_decoder has the key 'a', expected a whole number",
         ),
         (TokenizerConfig, {"padding_side": "middle"}, "padding_side is 'middle', expected 'left'"),
         (TokenizerConfig, {"strip_accents": "some"}, "strip_accents is 'some', expected true or"),

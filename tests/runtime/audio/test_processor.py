@@ -248,7 +248,7 @@ def test_an_old_file_without_a_type_is_read_by_the_model_type(
         (
             "Whisper",
             {"sampling_rate": "fast"},
-            "is 'fast', expected an integer",
+            "is 'fast', expected a whole number",
         ),
     ],
 )

@@ -191,7 +191,6 @@ def test_artifact_without_engines_is_an_error_with_the_build_command(made, machi
         ({"flavor": "tensorrt"}, "it is for the flavor tensorrt"),
         ({"tensorrt": "1.6.9.1"}, "this machine has TensorRT 1.7.1"),
         ({"graph_sha256": "0" * 64}, "it was built from another model.onnx"),
-        ({"version_compatible": True}, "version-compatible plans contain host code"),
     ],
 )
 def test_incompatible_engine_is_named_with_the_reason(made, machine, changes, problem):

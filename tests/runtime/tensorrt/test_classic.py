@@ -1,4 +1,4 @@
-"""Classic TensorRT, which no machine here can run: what it is told."""
+"""What enginery asks of classic TensorRT's builder, with a stand-in for its bindings."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_image_files_with_wrong_values_work_or_are_rejected(tiny, altered):
 @pytest.mark.parametrize(
     ("name", "place", "value", "message"),
     [
-        ("config.json", "type_vocab_size", "x", "type_vocab_size is 'x', expected an integer"),
+        ("config.json", "type_vocab_size", "x", "type_vocab_size is 'x', expected a whole number"),
         ("tokenizer_config.json", "model_max_length", "x", "model_max_length is 'x', expected a"),
         (
             "tokenizer_config.json",

@@ -166,10 +166,10 @@ class OciRegistry:
         sizes = read_listing(client.config(manifest.config.digest), out, self.url)
         layers = layers_of(sizes)
         expected = [layer.size_bytes for layer in layers]
-        if (found := [descriptor.size for descriptor in manifest.layers]) != expected:
+        if (sizes_bytes := [descriptor.size for descriptor in manifest.layers]) != expected:
             raise RegistryError(
-                f"{self.url}: the layers have {found} bytes, expected {expected} for the files in "
-                f"{LISTING}.",
+                f"{self.url}: the layers have {sizes_bytes} bytes, expected {expected} for the "
+                f"files in {LISTING}.",
                 do=REMEDY,
             )
         path = out / f"{PREFIX}layer.tar"
