@@ -285,14 +285,17 @@ def run_validate(
     from enginery.validate import stage as validate
 
     started = time.monotonic()
-    report = None if force else validate.find_finished(artifact, config)
-    worked = report is None
-    if report is None:
-        progress.say(f"validate: {_why_validate(artifact, config, force=force)}")
-        report = validate.run(artifact, config, progress=progress)
-    else:
-        verdict = "passed" if report.passed else "failed"
-        progress.say(f"validate: nothing to do, {artifact.name} {verdict} with the same options")
+    with os_errors_as(EngineryError, f"{artifact.path} cannot be validated"):
+        report = None if force else validate.find_finished(artifact, config)
+        worked = report is None
+        if report is None:
+            progress.say(f"validate: {_why_validate(artifact, config, force=force)}")
+            report = validate.run(artifact, config, progress=progress)
+        else:
+            verdict = "passed" if report.passed else "failed"
+            progress.say(
+                f"validate: nothing to do, {artifact.name} {verdict} with the same options"
+            )
     seconds = time.monotonic() - started
     return StageResult(validate.STAGE, Artifact.open(artifact.path), worked, seconds, report)
 

@@ -32,6 +32,7 @@ from enginery.core.errors import (
     InputError,
     ProviderError,
     ShapeError,
+    raise_system_error,
 )
 from enginery.core.model.feeds import Feeds
 from enginery.core.model.files import ModelConfig, read_logit_score
@@ -265,6 +266,7 @@ def compare_answers(
         try:
             side = _open_side(artifact, record, kind, runner, run, as_fp32=exact)
         except ArtifactError as error:
+            raise_system_error(error)
             if kind == "tensors":  # no task promises an answer
                 return _not_compared(error.message)
             case = _case(record.file, "answers", f"load_model cannot answer: {error}")
@@ -358,7 +360,8 @@ def _raw_inputs(artifact: Artifact, record: GraphRecord, kind: str) -> list[RawI
     if takes_audio(record):
         try:
             rate = AudioProcessor.open(artifact.path).sampling_rate
-        except ArtifactError:
+        except ArtifactError as error:
+            raise_system_error(error)
             rate = _RATE
         voices = synthetic_sounds(rate, len(_SECONDS))
         sounds = [
@@ -634,6 +637,7 @@ def _compare(
             (answer,) = side([raw.value])
         # An ArtifactError is of a graph for other programs, which takes what nothing here makes.
         except (ArtifactError, InputError, ShapeError) as error:
+            raise_system_error(error)
             refused[raw.name] = error.message
             continue
         # Pairs have a batch of their own: BART takes as many end tokens in each row.
@@ -643,6 +647,7 @@ def _compare(
         try:
             answers = side([inputs[index].value for index in indices])
         except (ArtifactError, InputError, ShapeError, ProviderError) as error:
+            raise_system_error(error)
             problems["a batch"] = f"fails, but not its inputs alone: {error.message}"
             continue
         for index, answer in zip(indices, answers, strict=True):

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.errors import EngineryError
+from enginery.core.errors import EngineryError, raise_system_error
 from enginery.core.model.feeds import Feeds, is_padding_mask
 from enginery.core.progress import SILENT, Progress
 from enginery.core.tolerance import QuantizedTolerance, Tolerance
@@ -229,6 +229,7 @@ class GraphComparison:
                     try:
                         actual = run(feeds)
                     except EngineryError as error:
+                        raise_system_error(error)
                         # A usual cause is a size that the tracer recorded as a constant.
                         problem = f"the graph fails but {reference.name} does not: {error.message}"
                         result = replace(result, problem=problem)

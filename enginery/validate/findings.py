@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from enginery.core.accuracy import LabelMetrics
+from enginery.core.errors import EngineryError, raise_system_error
 from enginery.reports.base import ProviderRecord
 from enginery.reports.validation import (
     AnswerMetrics,
@@ -57,6 +58,17 @@ class Findings:
         """
         checks = (self.embeddings, self.accuracy, self.layers, *self.rounding)
         return [check.problem for check in checks if check is not None and check.problem]
+
+
+def note_refusal(what: str, error: EngineryError) -> Findings:
+    """Return a note that something was not compared, because of an error.
+
+    Args:
+        what: start of the note.
+        error: it is raised again if it is the system's, which says nothing about the artifact.
+    """
+    raise_system_error(error)
+    return Findings(notes=(f"{what}: {error.message}",))
 
 
 def join_findings(parts: Iterable[Findings]) -> Findings:

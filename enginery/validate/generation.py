@@ -33,7 +33,13 @@ from numpy.typing import NDArray
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.datasets.folders import list_media
 from enginery.core.datasets.samples import holds_arrays, read_texts
-from enginery.core.errors import ArtifactError, EngineryError, InputError, ShapeError
+from enginery.core.errors import (
+    ArtifactError,
+    EngineryError,
+    InputError,
+    ShapeError,
+    raise_system_error,
+)
 from enginery.core.model.feeds import Feeds, make_feeds
 from enginery.core.shapes import dynamic_dims
 from enginery.reports.validation import GenerationMetrics, ValidationCaseResult
@@ -74,7 +80,7 @@ from enginery.validate.decoding import (
     open_decoder,
     usable_decoders,
 )
-from enginery.validate.findings import Findings, join_findings
+from enginery.validate.findings import Findings, join_findings, note_refusal
 
 STEPS = 32
 """Tokens to generate."""
@@ -148,6 +154,8 @@ class _Source:
         return _INPUTS[self.context.config.effort]
 
     def refusal(self, error: ArtifactError) -> GenerationRefusedError:
+        """Return an error as one of the artifact's; raise it again if it is the system's."""
+        raise_system_error(error)
         return GenerationRefusedError(self.graphs.later.file, error)
 
 
@@ -229,7 +237,7 @@ class GeneratedTexts:
         try:
             greedy, beams = self._search(context, errors)
         except ArtifactError as error:
-            return Findings(notes=(f"not generated: {error.message}",))
+            return note_refusal("not generated", error)
         file, names = self.source.graphs.later.file, self.inputs.names
         searched = [
             *((f"{name}, greedy search", o) for name, o in zip(names, greedy, strict=True)),
@@ -466,6 +474,7 @@ def generate_reference(context: ValidationContext) -> tuple[GeneratedTexts | Non
         if not problem and graphs.encoder is not None:
             require_prepared(graphs.encoder)
     except ArtifactError as error:
+        raise_system_error(error)
         problem = error.message
     if problem:
         # A note, not a failure: such graphs are for other programs, and the verdict is theirs.
@@ -474,6 +483,7 @@ def generate_reference(context: ValidationContext) -> tuple[GeneratedTexts | Non
         options = read_generation_config(artifact.path)
         noun, samples = _samples(artifact, graphs, context.config)
     except ArtifactError as error:
+        raise_system_error(error)
         raise GenerationRefusedError(graphs.later.file, error) from error
     positions = read_positions(artifact.path)
     with context.reference.open_pytorch(graphs.later.file) as model:
@@ -481,7 +491,7 @@ def generate_reference(context: ValidationContext) -> tuple[GeneratedTexts | Non
         try:
             return _generate(source, noun, samples)
         except (ArtifactError, InputError) as error:
-            return None, Findings(notes=(f"not generated: {error.message}",))
+            return None, note_refusal("not generated", error)
 
 
 def _generate(
@@ -690,7 +700,7 @@ def _compare_tokens(
     try:
         theirs = source.model.tokenize(samples)
     except InputError as error:
-        return Findings(notes=(f"tokens were not compared: {error.message}",))
+        return note_refusal("tokens were not compared", error)
     failed, notes = [], []
     for name, row, expected in zip(inputs.names, inputs.rows, theirs, strict=True):
         mine = [int(token) for token in row.arrays.get("input_ids", row.prompt)]
@@ -759,7 +769,7 @@ def _compare_texts(source: _Source, inputs: _Inputs, greedy: Sequence[_Continuat
     try:
         theirs = source.model.decode_tokens([continuation.tokens for continuation in greedy])
     except InputError as error:
-        return Findings(notes=(f"texts were not compared: {error.message}",))
+        return note_refusal("texts were not compared", error)
     failed = []
     for name, continuation, expected in zip(inputs.names, greedy, theirs, strict=True):
         mine = task.decode(continuation.tokens)

@@ -10,7 +10,7 @@ from pathlib import Path
 from enginery.core.accuracy import LayerError
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.errors import EngineryError, InputError, ProviderError
+from enginery.core.errors import EngineryError, InputError, ProviderError, raise_system_error
 from enginery.core.json_file import read_json
 from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import Profile
@@ -39,7 +39,7 @@ from enginery.validate.compare import (
 )
 from enginery.validate.consistency import ConsistencyScan, judge_decisions, scan_notes
 from enginery.validate.context import ValidationContext
-from enginery.validate.findings import Findings, join_findings
+from enginery.validate.findings import Findings, join_findings, note_refusal
 from enginery.validate.reference import ReferenceRun
 from enginery.validate.rounding import compare_rounding, derived_record
 
@@ -278,7 +278,7 @@ class _Graph:
             # Without quantization, batches differ more clearly; else they were scanned before.
             exact = self._compare_derived(derived, path, comparison, scans=quantized)
         except ProviderError as error:
-            return _note(f"{derived.file} was not compared: {error.message}")
+            return note_refusal(f"{derived.file} was not compared", error)
         # Both begin with the results for the same inputs; those of the scan follow.
         count = len(self.cases)
         shares = compare_rounding(
@@ -399,7 +399,7 @@ def _check_placement(path: Path, file: str, providers: Sequence[Provider]) -> Fi
     try:
         placement = read_placement(path, providers)
     except ProviderError as error:
-        return _note(f"{file}: its placement is not known: {error.message}")
+        return note_refusal(f"{file}: its placement is not known", error)
     if any(node.provider == head.name for node in placement.nodes):
         return Findings(notes=tuple(f"{file}: {note}" for note in placement.notes))
     name = short_name(head.name)
@@ -418,7 +418,8 @@ def _pads_left(artifact: Artifact, record: GraphRecord) -> bool:
     """Return True if a graph's texts are padded on the left; False without a tokenizer."""
     try:
         return TextTokenizer.open(artifact.path).for_graph(record).pad_left
-    except EngineryError:
+    except EngineryError as error:
+        raise_system_error(error)
         return False
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.errors import ArtifactError
+from enginery.core.errors import ArtifactError, raise_system_error
 from enginery.core.model.feeds import Feeds
 from enginery.reports.validation import QuantizedAccuracy
 from enginery.runtime.agreement import AnswerAgreement
@@ -32,7 +32,8 @@ class AnswerComparison:
         """Return a comparison for an artifact; token vectors count if no pooling is supported."""
         try:
             return cls(AnswerAgreement.of(artifact.path))
-        except ArtifactError:
+        except ArtifactError as error:
+            raise_system_error(error)
             return cls(AnswerAgreement(None))
 
     def add(

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from enginery.core.errors import ArtifactError, EngineryError, SourceError
+from enginery.core.errors import ArtifactError, EngineryError, SourceError, raise_system_error
 from enginery.core.json_file import load_json
 from enginery.core.model.files import (
     ModelConfig,
@@ -215,7 +215,8 @@ class _SideFiles:
         """Return the tokenizer's limit in tokens; 0 if it cannot be opened."""
         try:
             return self._tokenizer.limit
-        except ArtifactError:
+        except ArtifactError as error:
+            raise_system_error(error)
             # Words and letters of some models are in vocab.json alone.
             return 16 if "tokenizer_config.json" in self.own & self.sources else 0
 
@@ -243,6 +244,7 @@ class _SideFiles:
                         "state of it"
                     )
             except ArtifactError as error:
+                raise_system_error(error)
                 problem = error.message
         elif "tokenizer.json" in self.sources:
             problem = "is missing"
@@ -290,6 +292,7 @@ class _SideFiles:
                 try:
                     documents.append(load_json(directory / name, error=error))
                 except EngineryError as problem:
+                    raise_system_error(problem)
                     yield "", problem.message
                     return
             yield from _differing(documents[0], documents[1], _IGNORED.get(name, frozenset()))
@@ -354,6 +357,7 @@ class _SideFiles:
         try:
             mine, theirs = load_file(self.mine / name), load_file(source)
         except (SafetensorError, TypeError, KeyError, OSError) as error:
+            raise_system_error(error)
             yield f"{name}: numpy cannot read it: {error}"
             return
         for key in sorted(mine.keys() | theirs.keys()):

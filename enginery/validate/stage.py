@@ -52,7 +52,7 @@ from enginery.validate.config import ValidateConfig, check_options
 from enginery.validate.context import ValidationContext, providers_of
 from enginery.validate.declared_precision import check_declared_precision
 from enginery.validate.embeddings import EmbeddingComparison
-from enginery.validate.findings import Findings, join_findings
+from enginery.validate.findings import Findings, join_findings, note_refusal
 from enginery.validate.generation import compare_generation
 from enginery.validate.graph import LAYERS, GraphSubject, compare_graph
 from enginery.validate.labels import LabelComparison
@@ -259,7 +259,7 @@ def _open_real_answers(context: ValidationContext) -> tuple[RealAnswers, Finding
     try:
         embeddings = EmbeddingComparison.of(artifact)
     except (ArtifactError, SourceError) as error:
-        notes = Findings(notes=(f"no pooled embeddings were compared: {error.message}",))
+        notes = note_refusal("no pooled embeddings were compared", error)
     answers = AnswerComparison.of(artifact) if context.limits.accuracy else None
     return RealAnswers(embeddings, answers, LabelComparison()), notes
 

@@ -36,6 +36,7 @@ from enginery.publish.config import PublishConfig
 from enginery.publish.stage import pull
 from enginery.publish.stage import run as publish
 from enginery.publish.targets.folder import read_latest, read_versions
+from enginery.reports.validation import ValidationReport
 from enginery.runtime.pytorch import reference as torch_reference
 from enginery.stages import run_cached
 from tests.core.artifacts import FINGERPRINT, make, manifest, publishable, validated, verdict
@@ -440,7 +441,9 @@ class Validate(Export):
 
     def results(self, root: Path) -> dict[str, str]:
         artifact = Artifact.open(root / "artifact", verify=True)
-        return {"verdict": artifact.validation_status().replace("none", "")}
+        status = artifact.validation_status().replace("none", "")
+        report = ValidationReport.of(artifact)
+        return {"verdict": status, "notes": str(report.notes) if report else ""}
 
 
 def engine_key(path: Path) -> str:

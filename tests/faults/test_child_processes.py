@@ -3,6 +3,8 @@
 The same holds as in `test_every_operation`: the results are the earlier or the new ones, the error
 names a path and the cause, and the next run has the same results and leaves the same files.
 
+`validate` reads much in its own process, too: a file that is denied there must not become a note.
+
 The quick suite strikes one operation of each child process with each of three kinds of fault, and
 FAULTS_OFFSET=1, 2, … takes others. `pytest -m slow` strikes every one; of PyTorch's process, which
 does little but read feeds and write outputs, every tenth. `-s` prints how many there are.
@@ -11,10 +13,11 @@ does little but read feeds and write outputs, every tenth. `-s` prints how many 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests.faults.file_operations import FileOperations
+from tests.faults.file_operations import READING, FileOperations
 from tests.faults.scenarios import scenarios_with_children
 from tests.faults.test_every_operation import FAULTS, OFFSET, strike
 
@@ -54,3 +57,19 @@ def test_every_operation_of_child_processes(sandbox, scenario, kind):
     for number in numbers:
         assert strike(sandbox, scenario, kind, number)
     print(f"\n{scenario.name}: {kind}: {len(numbers)} faults in child processes")  # noqa: T201
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", ["validate"], indirect=True)
+def test_every_read_beside_child_processes(sandbox, scenario):
+    numbers = []
+
+    def note(kind, paths):
+        if kind in READING and "home" not in Path(paths[0]).relative_to(sandbox.root).parts:
+            numbers.append(operations.count)
+
+    with FileOperations(sandbox.root, after=note) as operations:
+        scenario.run(sandbox.root)
+    assert len(numbers) > 20
+    for number in numbers:
+        strike(sandbox, scenario, "is denied once", number)

@@ -1,7 +1,10 @@
-"""Findings of several comparisons are joined in their order."""
+"""Findings of several comparisons are joined in their order; some errors become notes."""
+
+import errno
 
 import pytest
 
+from enginery.core.errors import ArtifactError, InputError, os_errors_as
 from enginery.reports.validation import (
     EmbeddingMetrics,
     RoundingMetrics,
@@ -9,7 +12,7 @@ from enginery.reports.validation import (
     ValidationCaseResult,
 )
 from enginery.reports.weights import LayerComparison, LayerMetrics
-from enginery.validate.findings import Findings, join_findings
+from enginery.validate.findings import Findings, join_findings, note_refusal
 
 
 def case(name):
@@ -59,3 +62,18 @@ def test_a_layer_that_fails_in_one_of_two_graphs_fails():
         assert findings.layers is not None
         assert (findings.layers.rows, findings.layers.missing) == (8, ["decoder/Gemm"])
         assert "encoder/MatMul" in "".join(findings.problems)
+
+
+def test_a_refusal_is_a_note():
+    error = InputError("the text is longer than 8 tokens.", do="Shorten it.")
+    assert note_refusal("not generated", error).notes == (
+        "not generated: the text is longer than 8 tokens.",
+    )
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.ENOSPC, errno.EMFILE])
+def test_an_error_of_the_system_is_no_note(code):
+    with pytest.raises(ArtifactError) as raised, os_errors_as(ArtifactError, "no tokenizer"):
+        raise OSError(code, "denied", "vocab.json")
+    with pytest.raises(ArtifactError, match=r"vocab\.json"):
+        note_refusal("not generated", raised.value)

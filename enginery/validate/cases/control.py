@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.errors import EngineryError
+from enginery.core.errors import EngineryError, raise_system_error
 from enginery.core.model.feeds import FeedLimits, Feeds, make_feeds
 from enginery.core.shapes import canonical_dim, dim_terms, dynamic_dims
 from enginery.runtime.onnxruntime.tracing import GraphTracer, open_in_memory
@@ -390,7 +390,8 @@ def _fit_shapes(
                 traced = trace(feeds)
                 for name, output in outputs.items():
                     values[name].append(traced[output])
-    except EngineryError:
+    except EngineryError as error:
+        raise_system_error(error)
         return {}
     terms = np.stack([_terms(dims, sizes) for sizes in samples])
     fitted = {}

@@ -28,7 +28,7 @@ import numpy as np
 
 from enginery.core.artifact.external_data import load_graph
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.errors import EngineryError
+from enginery.core.errors import EngineryError, raise_system_error
 from enginery.core.model.feeds import FeedLimits, Feeds, is_padding_mask, make_feeds
 from enginery.core.shapes import PAST, dim_terms, dynamic_dims, is_batch
 from enginery.validate.cases.control import (
@@ -151,6 +151,7 @@ def find_decisions(path: Path, record: GraphRecord, limits: FeedLimits) -> Decis
         try:
             control = Control.cut_out(path, record, limits, nodes)
         except EngineryError as error:
+            raise_system_error(error)
             notes.append(f"{record.file}: what it decides from sizes is not known: {error.message}")
             continue
         if control is None:
@@ -420,7 +421,8 @@ class _Search:
         few = [n for n in self._control.decisions if _size_of(n, values) <= limit]
         try:
             return self._control.of(few)
-        except EngineryError:
+        except EngineryError as error:
+            raise_system_error(error)
             return None
 
     def _run(self, control: Control, sizes: Mapping[str, int]) -> list[State] | None:

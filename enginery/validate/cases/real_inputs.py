@@ -14,7 +14,7 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.datasets.folders import MediaKind, list_media
 from enginery.core.datasets.labels import read_labelled_texts
 from enginery.core.datasets.samples import holds_arrays, read_texts
-from enginery.core.errors import ArtifactError, InputError
+from enginery.core.errors import ArtifactError, InputError, raise_system_error
 from enginery.runtime.builtin_inputs import builtin_batches, has_builtin_inputs
 from enginery.runtime.sample_inputs import (
     ImageFeeder,
@@ -56,6 +56,7 @@ def real_cases(
     try:
         return _as_cases(builtin_batches(artifact, record)), []
     except (ArtifactError, InputError) as error:
+        raise_system_error(error)
         return [], [f"no real inputs were compared: {error.message}"]
 
 

@@ -37,7 +37,7 @@ from statistics import NormalDist
 from enginery.core.accuracy import AccuracyMetrics, LayerError
 from enginery.core.artifact.artifact import REPORTS, Artifact
 from enginery.core.artifact.manifest import StageRecord
-from enginery.core.errors import ArtifactError, OptionError
+from enginery.core.errors import ArtifactError, OptionError, raise_system_error
 from enginery.core.precision import roundoff
 from enginery.core.tolerance import MIN_MEAN_COSINE, Tolerance
 from enginery.reports.quantization import QuantizationReport
@@ -244,7 +244,8 @@ def _promised_cosine(stage: StageRecord) -> float | None:
 def _read_report(artifact: Artifact) -> QuantizationReport | None:
     try:
         return QuantizationReport.of(artifact)
-    except ArtifactError:
+    except ArtifactError as error:
+        raise_system_error(error)
         return None
 
 

@@ -15,6 +15,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from enginery.core.artifact.artifact import REPORTS, Artifact
+from enginery.core.errors import raise_system_error
 from enginery.core.json_file import parse_json, read_document
 from enginery.passes.cast.low_precision import read_values
 from enginery.passes.qdq.scales import ActivationQuantParams, fp16_scale
@@ -55,7 +56,15 @@ class Calibration:
                 for name, record in document["ranges"].items()
             }
             deltas = {n: np.asarray(d, np.float32) for n, d in document["bias_deltas"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ) as error:
+            raise_system_error(error)
             return None
         return cls(ranges, deltas)
 
