@@ -286,7 +286,7 @@ class Model(Closeable):
             texts: the texts.
             labels: the labels, at most 100, or a text with commas between them; each text runs
                 once for each.
-            options: see `ClassifyOptions`; `candidate_labels` are the labels.
+            options: see `ClassifyOptions`, without `candidate_labels`, which are the labels.
 
         Raises:
             InputError: no label of the model is one of entailment, or a label is empty.
@@ -294,7 +294,7 @@ class Model(Closeable):
         if not labels:
             raise InputError("no label is given to choose from.")
         classifications: list[Classification] = self._run_task(
-            "classify", texts, {**options, "candidate_labels": split_labels(labels)}
+            "classify", texts, dict(**options, candidate_labels=split_labels(labels))
         )
         return classifications
 
@@ -312,7 +312,7 @@ class Model(Closeable):
         Args:
             images: the images.
             labels: the labels, at most 100, or a text with commas between them.
-            options: see `ZeroShotImageOptions`.
+            options: see `ZeroShotImageOptions`, without `candidate_labels`.
 
         Raises:
             InputError: there is no label, or one is empty or too long.
@@ -320,7 +320,7 @@ class Model(Closeable):
         classifications: list[Classification] = self._run_task(
             "zero_shot_images",
             images,
-            {**options, "candidate_labels": split_labels(labels) or None},
+            dict(**options, candidate_labels=split_labels(labels) or None),
         )
         return classifications
 

@@ -102,6 +102,12 @@ def test_what_cannot_be_asked_is_an_error(judge, labels, options, message):
         model.zero_shot(["warm"], labels, **options)
 
 
+def test_labels_are_given_once(judge):
+    _, model = judge("last")
+    with pytest.raises(TypeError, match="candidate_labels"):
+        model.zero_shot(["warm"], ["a"], candidate_labels=["b"])
+
+
 def test_texts_have_a_limit_with_all_their_labels(judge):
     _, model = judge("last")
     with pytest.raises(InputError, match="100 labels each have"):
