@@ -285,6 +285,7 @@ def run_validate(
     from enginery.validate import stage as validate
 
     started = time.monotonic()
+    remove_temporary()
     with os_errors_as(EngineryError, f"{artifact.path} cannot be validated"):
         report = None if force else validate.find_finished(artifact, config)
         worked = report is None

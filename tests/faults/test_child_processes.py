@@ -4,6 +4,7 @@ The same holds as in `test_every_operation`: the results are the earlier or the 
 names a path and the cause, and the next run has the same results and leaves the same files.
 
 `validate` reads much in its own process, too: a file that is denied there must not become a note.
+Of these reads every tenth is struck.
 
 The quick suite strikes one operation of each child process with each of three kinds of fault, and
 FAULTS_OFFSET=1, 2, … takes others. `pytest -m slow` strikes every one; of PyTorch's process, which
@@ -61,7 +62,7 @@ def test_every_operation_of_child_processes(sandbox, scenario, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["validate"], indirect=True)
-def test_every_read_beside_child_processes(sandbox, scenario):
+def test_reads_beside_child_processes(sandbox, scenario):
     numbers = []
 
     def note(kind, paths):
@@ -71,5 +72,5 @@ def test_every_read_beside_child_processes(sandbox, scenario):
     with FileOperations(sandbox.root, after=note) as operations:
         scenario.run(sandbox.root)
     assert len(numbers) > 20
-    for number in numbers:
-        strike(sandbox, scenario, "is denied once", number)
+    for number in numbers[OFFSET::10]:
+        assert strike(sandbox, scenario, "is denied once", number)
