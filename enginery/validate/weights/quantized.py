@@ -307,7 +307,7 @@ def _other_tensor(name: str, source: ir.Value | None, tensors: Mapping[str, ir.V
 
     A tensor that has been renamed is not in the graph by its calibrated name.
     """
-    calibrated, quantized = (_uncast(value) for value in (tensors.get(name), source))
+    calibrated, quantized = (_origin(value) for value in (tensors.get(name), source))
     if calibrated is None or quantized is None or calibrated is quantized:
         return []
     if quantized.name == f"{name}/product":  # an output of the graph that is quantized
@@ -315,10 +315,10 @@ def _other_tensor(name: str, source: ir.Value | None, tensors: Mapping[str, ir.V
     return [f"quantizes '{quantized.name}', calibrated for '{name}'"]
 
 
-def _uncast(value: ir.Value | None) -> ir.Value | None:
-    """Return the value that enters the nodes that only pass it on."""
+def _origin(value: ir.Value | None) -> ir.Value | None:
+    """Return the value that enters the nodes that only pass its elements on, in any shape."""
     while value is not None and (producer := value.producer()) is not None:
-        if producer.op_type not in _PASS_ON:
+        if producer.op_type not in (*_PASS_ON, *_REARRANGE):
             break
         value = producer.inputs[0]
     return value
@@ -500,6 +500,8 @@ def _is_output_scaling(node: ir.Node | None) -> bool:
 
 
 _PASS_ON = ("Cast", "CastLike", "Identity", "Dropout")
+_REARRANGE = ("Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze")
+"""Operators whose output has the same elements, and so the same range."""
 
 
 def _only_user(node: ir.Node) -> ir.Node | None:
