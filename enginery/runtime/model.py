@@ -293,6 +293,7 @@ class Model(Closeable):
         """
         if not labels:
             raise InputError("no label is given to choose from.")
+        # A dict display would let these labels replace others in the options.
         classifications: list[Classification] = self._run_task(
             "classify", texts, dict(**options, candidate_labels=split_labels(labels))
         )

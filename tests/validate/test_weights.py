@@ -1,6 +1,7 @@
 """Weights against PyTorch's parameters: each damage is found and placed, each sound form silent."""
 
 import json
+import shutil
 
 import numpy as np
 import onnx
@@ -17,6 +18,7 @@ from enginery.validate.weights.elements import mismatches
 from enginery.validate.weights.stored import StoredWeight
 from tests.tiny import TEXT, save_tiny, tiny_artifact
 from tests.validate.faults import edits as faults
+from tests.validate.faults.sound import SOUND_GRAPHS
 
 WORDS = "bert.embeddings.word_embeddings.weight"
 QUERY = "/bert/encoder/layer.0/attention/self/query/MatMul"
@@ -224,6 +226,13 @@ def test_quantized_weights_biases_and_scales_are_sound(int8):
     found = compare(int8)
     assert (found.differences, found.untraced) == ([], [])
     assert found.kinds["quantized"] > found.elements / 3
+
+
+def test_a_quantized_activation_may_be_rearranged(int8, tmp_path):
+    # With its reports, which have the calibrated ranges.
+    copy = Artifact.open(shutil.copytree(int8.path, tmp_path / "copy"))
+    (graph,) = (graph for graph in SOUND_GRAPHS if graph.name == "reshaped there and back")
+    assert compare(faults.break_graph(copy, graph.change)).differences == []
 
 
 def requantized(model):

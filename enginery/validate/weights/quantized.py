@@ -56,14 +56,7 @@ class Calibration:
                 for name, record in document["ranges"].items()
             }
             deltas = {n: np.asarray(d, np.float32) for n, d in document["bias_deltas"].items()}
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            RecursionError,
-        ) as error:
+        except Exception as error:  # no such file, or whatever else is in it
             raise_system_error(error)
             return None
         return cls(ranges, deltas)
