@@ -42,6 +42,7 @@ from enginery.core.artifact.manifest import FileRecord, GraphRecord, Manifest, V
 from enginery.core.errors import ArtifactError, OptionError, nearest
 from enginery.core.json_file import load_json
 from enginery.core.paths import is_portable_name, list_tree
+from enginery.core.scratch import temporary_directory
 
 _FP32 = "fp32"
 _CONFIG = "config.json"
@@ -94,17 +95,22 @@ def arrange(artifacts: Sequence[Artifact], out: Path) -> Artifact:
     files = _records(out)
     graph_files = {n for records in graphs.values() for r in records for n in _files(r)}
     for name, artifact in opened.items():
+        folder = "" if name == root_name else f"{name}/"
+        # Other processes may write reports meanwhile.
+        with temporary_directory("reports") as kept:
+            current = artifact.copy_reports(kept)
+            for report in current.manifest.reports:
+                copy_file(kept / report, out / _report_path(report, folder))
+        if not folder:
+            root = current
+            continue
         variant_graphs = {n for record in graphs[name] for n in _files(record)}
         variant_files = {
             n: r for n, r in files.items() if n in variant_graphs or n not in graph_files
         }
-        folder = "" if name == root_name else f"{name}/"
-        for report in artifact.manifest.reports:
-            copy_file(artifact.path / report, out / _report_path(report, folder))
-        if folder:
-            manifest = _moved(artifact, graphs[name], variant_files)
-            (out / REPORTS / name).mkdir(parents=True, exist_ok=True)
-            (out / REPORTS / name / MANIFEST).write_bytes(manifest.to_bytes())
+        manifest = _moved(current, graphs[name], variant_files)
+        (out / REPORTS / name).mkdir(parents=True, exist_ok=True)
+        (out / REPORTS / name / MANIFEST).write_bytes(manifest.to_bytes())
     commit_artifact(out, _moved(root, graphs[root_name], files))
     return Artifact.open(out)
 

@@ -58,6 +58,7 @@ class Package:
     """The listing, with the package's name, version and content."""
     files: tuple[PackageFile, ...]
     """All files with card and listing, sorted by name."""
+    reports: Reports
     engines: tuple[EngineRecord, ...]
     """Engines; each of them is bound to its hardware."""
     problem: str = ""
@@ -113,7 +114,9 @@ class Package:
                 the model has the card's name.
             RejectedArtifactError: the validation failed, is missing, or was of other content.
         """
-        opened = Artifact.open(artifact.path, verify=True)
+        # Other processes may validate or measure the artifact while its files are sent.
+        kept = scratch / "as-it-was"
+        opened = Artifact.open(artifact.path, verify=True).copy_reports(kept)
         if CARD in opened.manifest.files:
             raise ArtifactError(
                 f"{opened.path / MANIFEST} lists {CARD} as a file of the model, but the card of a "
@@ -128,7 +131,11 @@ class Package:
             if variant_problem := require_validated(other, allow_failed=config.allow_failed):
                 problem = problem or f"{variant}: {variant_problem}"
         engines = tuple(Engine.open(path).record for path in engine_directories(opened.path))
-        reports = Reports.of(opened)
+        try:
+            reports = Reports.of(Artifact(kept, opened.manifest))
+        except ArtifactError:
+            Reports.of(opened)  # raises the error with the path that the caller knows
+            raise
         source_card = resolve_rights(opened, config)
         rights = source_card.rights
         name = config.name or portable_name(opened.manifest.source.name)
@@ -136,7 +143,7 @@ class Package:
         stated = rights if source_card.is_read else None
         content = _content(opened, variants, reports, stated, problem)
         (scratch / CARD).write_text(card, encoding="utf-8")
-        files, left_out = _collect_files(opened, scratch / CARD)
+        files, left_out = _collect_files(opened, kept, scratch / CARD)
         publication = Publication(
             name=name,
             version=config.version,
@@ -153,6 +160,7 @@ class Package:
             artifact=opened,
             publication=publication,
             files=tuple(sorted(files, key=lambda file: file.name)),
+            reports=reports,
             engines=engines,
             problem=problem,
             notes=(*_notes(opened, engines, left_out), *source_card.notes),
@@ -163,17 +171,25 @@ class Package:
         return listing is not None and listing.content_sha256 == self.content_sha256
 
 
-def _collect_files(artifact: Artifact, card: Path) -> tuple[list[PackageFile], list[str]]:
+def _collect_files(
+    artifact: Artifact, kept: Path, card: Path
+) -> tuple[list[PackageFile], list[str]]:
     """Return the package's files without its listing, and the names of files left out.
+
+    Args:
+        artifact: the artifact.
+        kept: copy of its manifest and reports.
+        card: path of the card.
 
     Raises:
         ArtifactError: the card or the manifest cannot be read.
     """
     root, manifest = artifact.path, artifact.manifest
-    files = [_package_file(CARD, card), _package_file(MANIFEST, root / MANIFEST)]
+    files = [_package_file(CARD, card), _package_file(MANIFEST, kept / MANIFEST)]
     files += [
-        PackageFile(name, root / name, record.sha256, record.size_bytes)
-        for name, record in {**manifest.files, **manifest.reports}.items()
+        PackageFile(name, where / name, record.sha256, record.size_bytes)
+        for where, records in ((root, manifest.files), (kept, manifest.reports))
+        for name, record in records.items()
     ]
     listed = {file.name for file in files} | {LISTING}
     names = [path.relative_to(root).as_posix() for path in list_tree(root) if not path.is_dir()]

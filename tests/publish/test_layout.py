@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +18,27 @@ from enginery.passes.ir.graph_file import read_graph, write_graph
 from enginery.publish.config import PublishConfig
 from enginery.publish.layout import arrange, read_variants, variant_name
 from enginery.publish.stage import pull, run
-from tests.core.artifacts import publishable, validated, verdict
+from enginery.publish.targets.folder import path_from_url
+from tests.core.artifacts import publishable, start, validated, verdict
 from tests.publish.products import Heard, with_an_engine
 from tests.terminal import in_pipe
 
 HUB = PublishConfig(layout="hub", license="mit", name="minilm")
+AGREES = "agrees"
+
+VALIDATE = """
+import sys
+import time
+from enginery.core.artifact.artifact import Artifact
+from tests.core.artifacts import verdict
+artifacts = [Artifact.open(path) for path in sys.argv[1:]]
+print("validates", flush=True)
+for number in range(100_000):
+    for artifact in artifacts:
+        summary = f"{number} of {artifact.name}"
+        artifact.annotate(verdict(artifact, summary=summary), summary.encode())
+    time.sleep(0.05)  # a reader waits 20 ms until a file is old enough that an edit would show
+"""
 
 
 def of_precision(out, precision="fp32", *, target="onnx", residual="", graph=b"", **changes):
@@ -35,9 +52,11 @@ def of_precision(out, precision="fp32", *, target="onnx", residual="", graph=b""
     commit_artifact(out, made.manifest.model_copy(update={**update, **changes}))
     opened = Artifact.open(out)
     key = Fingerprint("validate", {"artifact": opened.content_sha256()})
-    said = f"{precision} agrees"
     return opened.annotate(
-        Verdict.of(key, passed=True, summary=said, report="reports/validate.json"), b"{}"
+        Verdict.of(
+            key, passed=True, summary=f"{precision} {AGREES}", report="reports/validate.json"
+        ),
+        b"{}",
     )
 
 
@@ -294,6 +313,28 @@ def test_verdict_on_other_content_is_not_carried_over(three, tmp_path):
     refuse(three, tmp_path, stale, RejectedArtifactError, "was of other content")
     made = read_variants(arrange([three[0], stale], tmp_path / "made"))["fp16"]
     assert made.manifest.verdict("validate").fields == {"artifact": "0"}
+
+
+@pytest.mark.parametrize("layout", ["enginery", "hub"])
+def test_checks_meanwhile_do_not_disturb_publishing(three, tmp_path, layout):
+    """A version has the report that belongs to its verdict, whenever another process validates."""
+    config, child = replace(HUB, layout=layout), start(VALIDATE, *(a.path for a in three))
+    variants = three[1:] if layout == "hub" else []
+    try:
+        assert child.stdout.readline() == "validates\n"
+        urls = {run(three[0], str(tmp_path / "r"), config, variants=variants).url for _ in range(9)}
+        assert child.poll() is None, child.stderr.read()
+    finally:
+        child.kill()
+        child.communicate()
+    assert len(urls) > 1, "nothing was validated meanwhile"
+    for url in urls:
+        version = Artifact.open(path_from_url(url), verify=True)
+        for folder, opened in {"": version, **read_variants(version)}.items():
+            summary = opened.manifest.verdict("validate").summary
+            # Between two writes of the manifest there is a verdict without a report.
+            if "reports/validate.json" in opened.manifest.reports and not summary.endswith(AGREES):
+                assert (version.path / "reports" / folder / "validate.json").read_text() == summary
 
 
 def test_several_artifacts_need_the_layout(three, tmp_path):

@@ -242,7 +242,7 @@ def test_rows_without_an_answer_end_the_run_with_3_as_the_command_does(write, cl
 
 
 @pytest.mark.more
-def test_publish_makes_a_version_once(write, tmp_path):
+def test_publish_makes_a_version_once(write, tmp_path, own_home):
     path = write("validate: {rows: 4}", "publish: {url: registry, name: mine, version: 1.2.0}")
     first = run_recipe(path)
     published = first.stages[2].output

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,20 +124,11 @@ class Artifact:
         path = Path(path)
         require_utf8(path, error=ArtifactError)
         with os_errors_as(ArtifactError, f"{path} cannot be read"):
-            for attempt in range(_OPEN_ATTEMPTS):
-                manifest = _read_manifest(path)
-                _check_graphs(path, manifest)
-                _check_unlisted(path, manifest)
-                for name, record in manifest.files.items():
-                    _check_file(path, name, record, verify=verify)
-                try:
-                    _check_reports(path, manifest, verify=verify)
-                    break
-                except ArtifactError:
-                    # Another process may have written a report after the manifest was read.
-                    is_last = attempt == _OPEN_ATTEMPTS - 1
-                    if is_last or _read_manifest(path) == manifest:
-                        raise
+            manifest = _read_settled(path, lambda m: _check_reports(path, m, verify=verify))
+            _check_graphs(path, manifest)
+            _check_unlisted(path, manifest)
+            for name, record in manifest.files.items():
+                _check_file(path, name, record, verify=verify)
             if verify:
                 _check_published(path)
         return cls(path, manifest)
@@ -300,15 +291,39 @@ class Artifact:
         with staging(out) as directory:
             for name in self.manifest.files:
                 link_or_copy(self._inside(name), directory / name, linked=name not in external)
-            for _ in range(_OPEN_ATTEMPTS):
-                current = _read_manifest(self.path)
-                for name in (*current.reports, CARD, LISTING):
-                    if (source := self._inside(name)).is_file():
-                        copy_file(source, directory / name)
-                if _read_manifest(self.path) == current:
-                    break  # else another process may have written a report meanwhile
-            (directory / MANIFEST).write_bytes(current.to_bytes())
-        return Artifact(out, current)
+            copied = self.copy_reports(directory)
+            for name in (CARD, LISTING):
+                if (source := self._inside(name)).is_file():
+                    copy_file(source, directory / name)
+        return Artifact(out, copied.manifest)
+
+    def copy_reports(self, directory: Path) -> Artifact:
+        """Copy the manifest and the reports as they are now, whatever is written meanwhile.
+
+        Args:
+            directory: gets `manifest.json` and the reports below the same names.
+
+        Returns:
+            The artifact with the manifest that was copied.
+
+        Raises:
+            ArtifactError: a report was altered, or another artifact has replaced this one.
+        """
+
+        def copy(manifest: Manifest) -> None:
+            for name in manifest.reports:
+                if (source := self._inside(name)).is_file():
+                    copy_file(source, directory / name)
+            _check_reports(directory, manifest, verify=False)
+
+        make_directory(directory)
+        current = _read_settled(self.path, copy)
+        if current.files != self.manifest.files:
+            raise ArtifactError(
+                f"{self.path} was replaced by another artifact.", do="Run the command again."
+            )
+        (directory / MANIFEST).write_bytes(current.to_bytes())
+        return Artifact(self.path, current)
 
     def check_files(self) -> None:
         """Check the model's files again, as `open` does.
@@ -371,6 +386,25 @@ def _read_manifest(path: Path) -> Manifest:
             ) from None
         problem = first_problem(error) if isinstance(error, ValidationError) else str(error)
         raise ArtifactError(f"{file} is damaged: {problem}.", do=_REMEDY) from error
+
+
+def _read_settled(path: Path, read_reports: Callable[[Manifest], None]) -> Manifest:
+    """Return the manifest whose reports were read without an error.
+
+    Another process may write or remove one after the manifest was read.
+    """
+    for _ in range(_OPEN_ATTEMPTS - 1):
+        manifest = _read_manifest(path)
+        try:
+            read_reports(manifest)
+        except (ArtifactError, FileNotFoundError):
+            if _read_manifest(path) == manifest:
+                raise
+        else:
+            return manifest
+    manifest = _read_manifest(path)
+    read_reports(manifest)
+    return manifest
 
 
 def _other_version(content: bytes) -> int:

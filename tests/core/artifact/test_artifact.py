@@ -634,6 +634,33 @@ def test_open_reads_again_what_another_process_has_just_written(tmp_path, monkey
     assert Artifact.open(second.path) == second
 
 
+def test_copied_reports_are_of_one_moment(tmp_path, monkeypatch):
+    first = make(tmp_path / "artifact").annotate(verdict(), b"{}")
+    second = first.annotate(verdict(), b'{"seconds": 1}')
+    earlier = iter([first.manifest])
+    read = module._read_manifest
+    monkeypatch.setattr(module, "_read_manifest", lambda path: next(earlier, None) or read(path))
+    kept = tmp_path / "kept"
+    assert first.copy_reports(kept) == second
+    second.annotate(verdict(), b'{"seconds": 2}')
+    assert (kept / "reports/validate.json").read_bytes() == b'{"seconds": 1}'
+    assert (kept / "manifest.json").read_bytes() == second.manifest.to_bytes()
+
+
+def test_reports_of_another_artifact_or_altered_ones_are_not_copied(tmp_path):
+    artifact = make(tmp_path / "artifact").annotate(verdict(), b"{}")
+    (artifact.path / "reports/validate.json").write_bytes(b"{ ")
+    with pytest.raises(ArtifactError, match=r"validate\.json has|validate\.json was altered"):
+        artifact.copy_reports(tmp_path / "kept")
+    shutil.rmtree(artifact.path)
+    make(artifact.path, graph=b"other")
+    with pytest.raises(ArtifactError, match="was replaced by another artifact"):
+        artifact.copy_reports(tmp_path / "kept")
+    with pytest.raises(ArtifactError, match="was replaced by another artifact"):
+        artifact.copy_to(tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+
+
 def test_open_gives_up_on_reports_that_never_match(tmp_path, monkeypatch):
     artifact = make(tmp_path / "artifact").annotate(verdict(), b"{}")
     (artifact.path / "reports/validate.json").write_bytes(b"{} ")

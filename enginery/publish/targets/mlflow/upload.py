@@ -21,7 +21,7 @@ from enginery.core.errors import ArtifactError
 from enginery.core.progress import Progress
 from enginery.core.scratch import temporary_directory
 from enginery.core.version import __version__
-from enginery.publish.card.figures import Reports, metrics
+from enginery.publish.card.figures import metrics
 from enginery.publish.package import Package
 from enginery.publish.pyfunc import PyfuncConfig
 from enginery.publish.targets.mlflow.model import ARTIFACT, signature, stage_params, tags
@@ -51,7 +51,7 @@ def upload_version(client: Any, package: Package, name: str, progress: Progress)
         ) as run,
     ):
         mlflow.log_params(stage_params(package.artifact.manifest))
-        mlflow.log_metrics(metrics(Reports.of(package.artifact)))
+        mlflow.log_metrics(metrics(package.reports))
         for file in package.files:
             if file.path.suffix in (".svg", ".png"):
                 mlflow.log_artifact(str(file.path), "plots")
