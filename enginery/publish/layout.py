@@ -30,7 +30,6 @@ from enginery.core.artifact.artifact import (
     Artifact,
     commit_artifact,
     copy_file,
-    link_or_copy,
 )
 from enginery.core.artifact.external_data import (
     external_data_files,
@@ -274,7 +273,8 @@ def _move_graphs(
         if record.data_files:
             _rewrite(artifact, record, moved, out)
         else:
-            link_or_copy(artifact.path / record.file, out / file)
+            # A link that is removed again would look like a change to whoever reads the graph.
+            copy_file(artifact.path / record.file, out / file)
         records.append(moved)
     return tuple(records)
 

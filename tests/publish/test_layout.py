@@ -12,6 +12,7 @@ import yaml
 
 from enginery.core.artifact.artifact import Artifact, commit_artifact
 from enginery.core.artifact.fingerprint import Fingerprint
+from enginery.core.artifact.inputs import InputFiles
 from enginery.core.artifact.manifest import Verdict
 from enginery.core.errors import ArtifactError, OptionError, RegistryError, RejectedArtifactError
 from enginery.passes.ir.graph_file import read_graph, write_graph
@@ -313,6 +314,15 @@ def test_verdict_on_other_content_is_not_carried_over(three, tmp_path):
     refuse(three, tmp_path, stale, RejectedArtifactError, "was of other content")
     made = read_variants(arrange([three[0], stale], tmp_path / "made"))["fp16"]
     assert made.manifest.verdict("validate").fields == {"artifact": "0"}
+
+
+@pytest.mark.parametrize("layout", ["enginery", "hub"])
+def test_publishing_is_no_change_to_who_reads_the_artifact(tmp_path, layout):
+    artifact = of_precision(tmp_path / "large", graph=b"g" * (1 << 20))
+    inputs = InputFiles()
+    inputs.add(artifact.model)
+    run(artifact, str(tmp_path / "registry"), replace(HUB, layout=layout))
+    inputs.check()
 
 
 @pytest.mark.parametrize("layout", ["enginery", "hub"])
