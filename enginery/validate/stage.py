@@ -62,7 +62,7 @@ from enginery.validate.side_files import compare_side_files
 from enginery.validate.verdict import longest_proved, make_report
 
 STAGE = "validate"
-STAGE_VERSION = "29"
+STAGE_VERSION = "30"
 REPORT = f"{REPORTS}/{ValidationReport.FILE}"
 TOOLS = ("torch", "transformers", "optimum-onnx", "numpy", "tokenizers", "pillow")
 _FRAMEWORKS = TOOLS[:3]

@@ -280,6 +280,7 @@ class TorchRunner(Closeable):
         self._notes: list[str] = []
         self._device = options.device
         self._float = _DTYPES[options.precision]
+        self._fp64_by_default = False
         self._path, self._trust_remote_code = source.path, options.trust_remote_code
         library = "timm" if manifest.library == "timm" else "transformers"
         self._model = load_pytorch(
@@ -469,8 +470,7 @@ class TorchRunner(Closeable):
         """Return what a function returns for the feeds as tensors."""
         tensors = {name: self._tensor(array) for name, array in feeds.items()}
         try:
-            with torch.inference_mode(), _quiet(), self._precision():
-                return run(tensors)
+            return self._compute(lambda: run(tensors))
         # The errors that PyTorch's operators and the models' own checks raise for wrong inputs.
         # Others are bugs and pass.
         except (RuntimeError, LookupError, ValueError, TypeError, AssertionError) as error:
@@ -554,8 +554,7 @@ class TorchRunner(Closeable):
         feeds = make_feeds(self.record.inputs, sizes, FeedLimits(vocab_size=1), seed=0)
         tensors = {name: self._tensor(array) for name, array in feeds.items()}
         try:
-            with torch.inference_mode(), _quiet(), self._precision():
-                decoder.check_cache(tensors)
+            self._compute(lambda: decoder.check_cache(tensors))
         except Exception as error:  # a model of any class may fail in any way
             return first_line(error)
         return ""
@@ -575,6 +574,29 @@ class TorchRunner(Closeable):
             self._float == torch.float64 and next(self._model.parameters()).dtype == torch.float32
         )
         return UpcastWeights(self._model) if narrow else nullcontext()
+
+    def _compute(self, run: Callable[[], _Answer]) -> _Answer:
+        """Return what PyTorch computes at the precision of the reference.
+
+        Some models make a mask of the smallest number of their type without naming the type: that
+        of FP64 does not fit the default, FP32. FP64 becomes the default for them.
+        """
+        with torch.inference_mode(), _quiet(), self._precision():
+            if self._float != torch.float64:
+                return run()
+            if not self._fp64_by_default:
+                try:
+                    return run()
+                except RuntimeError as error:
+                    if "without overflow" not in str(error):
+                        raise
+            self._fp64_by_default = True
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(torch.float64)
+            try:
+                return run()
+            finally:
+                torch.set_default_dtype(before)
 
     @contextmanager
     def _threads_for_steps(self) -> Iterator[None]:

@@ -249,6 +249,33 @@ def test_weights_upcast_on_use_equal_fp64(tiny_model, kind, monkeypatch):
         assert np.abs(other[name] - array).max() > 1e-9, "FP32 would have shown"
 
 
+@pytest.mark.parametrize("on_use", [False, True])
+def test_a_model_may_fill_a_mask_with_fp64s_smallest_number(bert, monkeypatch, on_use):
+    """As TrOCR's does, without naming the type: FP32, the default, cannot hold that number."""
+    import torch
+    from transformers import BertForSequenceClassification as Model
+
+    from enginery.runtime.pytorch import runner as reference
+
+    forward, feeds = Model.forward, feeds_for(bert)
+    with runner(bert, precision="fp64") as whole:
+        expected = whole(feeds)["logits"]
+
+    def masked(self, *args, **options):
+        torch.full((2, 2), torch.finfo(self.classifier.weight.dtype).min)
+        return forward(self, *args, **options)
+
+    monkeypatch.setattr(Model, "forward", masked)
+    monkeypatch.setattr(reference, "_UPCAST_ON_USE_BYTES", 0 if on_use else 1 << 30)
+    with runner(bert, precision="fp64") as masking:
+        for _ in range(2):
+            np.testing.assert_allclose(masking(feeds)["logits"], expected, rtol=1e-12, atol=1e-12)
+            assert torch.get_default_dtype() == torch.float32
+        with pytest.raises(InputError, match="PyTorch rejects the inputs"):
+            masking({**feeds, "input_ids": feeds["input_ids"] + 10_000})
+        assert torch.get_default_dtype() == torch.float32
+
+
 def test_classifier_without_a_padding_id_takes_the_tokenizers(tmp_path):
     """Those of decoders read the token before the padding."""
     path = save_tiny("gpt2", "text-classification", tmp_path / "model")
