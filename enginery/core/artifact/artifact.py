@@ -314,7 +314,7 @@ class Artifact:
             for name in manifest.reports:
                 if (source := self._inside(name)).is_file():
                     copy_file(source, directory / name)
-            _check_reports(directory, manifest, verify=False)
+            _check_reports(self.path, manifest, verify=False)
 
         make_directory(directory)
         current = _read_settled(self.path, copy)
