@@ -307,14 +307,13 @@ class Artifact:
             The artifact with the manifest that was copied.
 
         Raises:
-            ArtifactError: a report was altered, or another artifact has replaced this one.
+            ArtifactError: another artifact has replaced this one.
         """
 
         def copy(manifest: Manifest) -> None:
             for name in manifest.reports:
                 if (source := self._inside(name)).is_file():
                     copy_file(source, directory / name)
-            _check_reports(self.path, manifest, verify=False)
 
         make_directory(directory)
         current = _read_settled(self.path, copy)
@@ -389,21 +388,20 @@ def _read_manifest(path: Path) -> Manifest:
 
 
 def _read_settled(path: Path, read_reports: Callable[[Manifest], None]) -> Manifest:
-    """Return the manifest whose reports were read without an error.
+    """Return the manifest, after a function has read the reports that it records.
 
-    Another process may write or remove one after the manifest was read.
+    Both are read again if another process has written meanwhile.
     """
-    for _ in range(_OPEN_ATTEMPTS - 1):
-        manifest = _read_manifest(path)
+    for _ in range(_OPEN_ATTEMPTS):
+        manifest, problem = _read_manifest(path), None
         try:
             read_reports(manifest)
-        except (ArtifactError, FileNotFoundError):
-            if _read_manifest(path) == manifest:
-                raise
-        else:
-            return manifest
-    manifest = _read_manifest(path)
-    read_reports(manifest)
+        except (ArtifactError, FileNotFoundError) as error:
+            problem = error
+        if _read_manifest(path) == manifest:
+            break
+    if problem is not None:
+        raise problem
     return manifest
 
 

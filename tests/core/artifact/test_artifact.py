@@ -647,11 +647,18 @@ def test_copied_reports_are_of_one_moment(tmp_path, monkeypatch):
     assert (kept / "manifest.json").read_bytes() == second.manifest.to_bytes()
 
 
-def test_reports_of_another_artifact_or_altered_ones_are_not_copied(tmp_path):
-    artifact = make(tmp_path / "artifact").annotate(verdict(), b"{}")
-    (artifact.path / "reports/validate.json").write_bytes(b"{ ")
-    with pytest.raises(ArtifactError, match=r"validate\.json has|validate\.json was altered"):
-        artifact.copy_reports(tmp_path / "kept")
+def test_copied_manifest_records_no_report_that_was_removed_meanwhile(tmp_path, monkeypatch):
+    first = make(tmp_path / "artifact").annotate(verdict(), b"{}")
+    second = first.annotate(removed=["reports/validate.json"])
+    earlier = iter([first.manifest])
+    read = module._read_manifest
+    monkeypatch.setattr(module, "_read_manifest", lambda path: next(earlier, None) or read(path))
+    assert first.copy_to(tmp_path / "copy").manifest == second.manifest
+    assert Artifact.open(tmp_path / "copy", verify=True).manifest.reports == {}
+
+
+def test_reports_of_another_artifact_are_not_copied(tmp_path):
+    artifact = make(tmp_path / "artifact")
     shutil.rmtree(artifact.path)
     make(artifact.path, graph=b"other")
     with pytest.raises(ArtifactError, match="was replaced by another artifact"):
